@@ -1,0 +1,39 @@
+"""The ``lowtide`` command."""
+
+from __future__ import annotations
+
+import typer
+
+from lowtide.cli.check import check
+from lowtide.cli.convert import convert
+from lowtide.cli.schema import schema
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="lowtide",
+    help="Decide which activations of a training run to keep, recompute or swap.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command()(check)
+app.command()(convert)
+app.command()(schema)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from lowtide import __version__
+
+        typer.echo(f"lowtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Decide which activations of a training run to keep, recompute or swap."""

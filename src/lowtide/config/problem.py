@@ -1,0 +1,72 @@
+"""What is wrong with a file, or worth saying about it, each with its place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.config.document import Document, Mark, Path
+
+__all__ = ["Problem", "Problems", "nearest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding: what was found, where, and what to do."""
+
+    path: Path
+    """Where in the document: ``("recompute_config", "recompute")``."""
+    message: str
+    """What was found and what was expected."""
+    hint: str
+    """What to do; may be empty."""
+    line: int
+    column: int
+
+    def as_json(self) -> dict[str, str | int]:
+        """The problem as ``lowtide check --json`` prints it."""
+        from lowtide.config.document import format_path
+
+        return {
+            "path": format_path(self.path),
+            "line": self.line,
+            "column": self.column,
+            "message": self.message,
+            "hint": self.hint,
+        }
+
+
+@dataclass(slots=True)
+class Problems:
+    """Collects every problem of a file, so that all are shown at once."""
+
+    document: Document | None = None
+    """The file the paths refer to; gives each problem its line and column."""
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+    def error(self, path: Path, message: str, hint: str = "", *, key: bool = False, mark: Mark | None = None) -> None:
+        """Report an error at ``path``; ``key`` points at the key rather than at the value."""
+        self.errors.append(self._problem(path, message, hint, key, mark))
+
+    def warn(self, path: Path, message: str, hint: str = "", *, key: bool = True) -> None:
+        """Report something accepted that the user should know."""
+        self.warnings.append(self._problem(path, message, hint, key, None))
+
+    def _problem(self, path: Path, message: str, hint: str, key: bool, mark: Mark | None) -> Problem:
+        if mark is None and self.document is not None:
+            mark = self.document.mark(path, key=key)
+        return Problem(path, message, hint, mark.line if mark else 1, mark.column if mark else 1)
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """The known names closest to ``name``, nearest first.
+
+    >>> nearest("recompte", ["recompute", "swap"])
+    ['recompute']
+    """
+    # Long garbage cannot be a slip of the pen, and comparing it is slow.
+    return difflib.get_close_matches(name[:100], sorted(set(known)), n=count, cutoff=0.6)

@@ -1,0 +1,48 @@
+"""The exceptions lowtide raises.
+
+::
+
+    LowtideError
+    ├── ConfigError             a configuration file cannot be used
+    ├── PolicyError             a Policy cannot be read, or does not fit its model
+    │   ├── PatternError        a pattern is not written as the pattern language asks
+    │   └── UnmatchedError      a pattern matches nothing in the model
+    └── UnitError               a size or a duration cannot be read, such as "24 parsecs"
+
+Every message says what was found, where, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "LowtideError",
+    "PatternError",
+    "PolicyError",
+    "UnitError",
+    "UnmatchedError",
+]
+
+
+class LowtideError(Exception):
+    """The base of every exception of lowtide."""
+
+
+class ConfigError(LowtideError):
+    """A configuration file cannot be used; the message lists every problem with its position."""
+
+
+class PolicyError(LowtideError):
+    """A Policy cannot be read, or does not fit the model it is resolved against."""
+
+
+class PatternError(PolicyError):
+    """A pattern is not written as the pattern language asks."""
+
+
+class UnmatchedError(PolicyError):
+    """A pattern matches nothing in the model."""
+
+
+class UnitError(LowtideError, ValueError):
+    """A size or a duration cannot be read."""

@@ -1,0 +1,31 @@
+"""The narrow waist: a Policy says, for every layer and operator, keep, recompute or swap.
+
+Plain data; imports nothing of lowtide but errors and units, and nothing of torch.
+"""
+
+from lowtide.policy.decision import Decision, Keep, Recompute, Swap
+from lowtide.policy.pattern import Match, NameTree, Pattern
+from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_layers, parse_layers
+from lowtide.policy.resolve import Catalogue, Operator, Resolution, ResolvedLayer, Unused, resolve
+
+__all__ = [
+    "Catalogue",
+    "CommRule",
+    "Decision",
+    "Keep",
+    "LayerPolicy",
+    "Match",
+    "NameTree",
+    "Operator",
+    "Pattern",
+    "Policy",
+    "Recompute",
+    "Resolution",
+    "ResolvedLayer",
+    "Rule",
+    "Swap",
+    "Unused",
+    "format_layers",
+    "parse_layers",
+    "resolve",
+]

@@ -1,0 +1,344 @@
+"""Resolve a Policy against a model's operators: each gets exactly one decision.
+
+Which setting wins, strongest first:
+
+1. a ``Keep`` rule (an exclude);
+2. ``Recompute``, of the whole layer or by a rule;
+3. the first ``Swap`` rule that names the operator;
+4. the whole layer's ``Swap``;
+5. keep.
+
+In a Policy from a file, a swapped operator whose output directly feeds a recomputed operator is
+kept instead: the recomputation would want it back at once. Every setting that had no effect is
+reported with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lowtide.errors import PolicyError, UnmatchedError
+from lowtide.policy.decision import Decision, Keep, Recompute, Swap
+from lowtide.policy.pattern import NameTree
+from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_layers
+
+__all__ = ["Catalogue", "Operator", "Resolution", "ResolvedLayer", "Unused", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of a layer, as a catalogue lists it."""
+
+    name: str
+    """Its dotted path inside the layer: ``feed_forward.mul``."""
+    consumers: tuple[str, ...] = ()
+    """The operators of the same layer that read its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """What a model consists of: the operators of each layer, in order, and those outside."""
+
+    layers: tuple[tuple[Operator, ...], ...]
+    """One tuple a layer; layers of one kind should share the same tuple."""
+    root: tuple[Operator, ...] = ()
+    """The operators outside the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A setting that had no effect."""
+
+    setting: str
+    """The setting, as the user knows it: the pattern, or ``the whole layer``."""
+    action: str
+    """What it asked for: ``recompute``, ``swap(10)``, ``keep``, ``repeat collective`` …"""
+    layers: tuple[int, ...]
+    """In which layers; empty for the root."""
+    reason: str
+    """Why it had none."""
+    kind: Literal["unmatched", "overruled"]
+    """``unmatched`` settings name nothing that exists; ``overruled`` ones lost to another."""
+    nearest: tuple[str, ...] = ()
+    """For unmatched patterns: the names that look most like it."""
+    builtin: bool = False
+    """Whether the pattern is a default of the grammar."""
+
+    def __str__(self) -> str:
+        where = f" in layers {format_layers(self.layers)}" if len(self.layers) > 1 else ""
+        where = f" in layer {self.layers[0]}" if len(self.layers) == 1 else where
+        hint = f"; did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
+        return f"{self.setting} ({self.action}) has no effect{where}: {self.reason}{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedLayer:
+    """The decisions of one layer, operator by operator."""
+
+    decisions: Mapping[str, Decision]
+    """Every operator of the layer, in order, with its one decision; prefetches count operators."""
+    boundary: Keep | Swap
+    """The decision for the layer's input."""
+    repeated_collectives: tuple[str, ...] = ()
+    """Operators whose collective is issued again in backward."""
+    kept_collectives: tuple[str, ...] = ()
+    """Operators whose collective's result is kept even where the layer is recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """A Policy applied to a catalogue."""
+
+    layers: tuple[ResolvedLayer, ...]
+    root: ResolvedLayer
+    unused: tuple[Unused, ...]
+    """Every setting that had no effect."""
+
+    @property
+    def unmatched(self) -> tuple[Unused, ...]:
+        """The settings that name nothing in the model and are mistakes.
+
+        A built-in pattern counts only if none of its siblings matches either: dense layers have no
+        shared experts.
+        """
+        return tuple(item for item in self.unused if item.kind == "unmatched")
+
+
+def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True) -> Resolution:
+    """Give every operator of ``catalogue`` its one decision.
+
+    With ``require_match`` a pattern that matches nothing in the model raises
+    :class:`~lowtide.errors.UnmatchedError`; without it, it is reported in ``unused``.
+
+    >>> layer = (Operator("attention.softmax"), Operator("mlp.silu"))
+    >>> policy = Policy((LayerPolicy(rules=(Rule(Pattern("mlp.silu"), Recompute()),)),))
+    >>> dict(resolve(policy, Catalogue((layer,))).layers[0].decisions)
+    {'attention.softmax': Keep(), 'mlp.silu': Recompute()}
+    """
+    if len(policy.layers) != len(catalogue.layers):
+        raise PolicyError(
+            f"the policy decides {len(policy.layers)} layers and the model has {len(catalogue.layers)};"
+            " make the policy for this model"
+        )
+    report = _Report()
+    done: dict[tuple[int, int], tuple[ResolvedLayer, list[_Outcome]]] = {}
+
+    def layer(index: int | None, settings: LayerPolicy, operators: tuple[Operator, ...]) -> ResolvedLayer:
+        # Layers of one kind with one policy are resolved once: cost follows kinds, not layers.
+        key = (id(settings), id(operators))
+        if key not in done:
+            done[key] = _resolve_layer(settings, operators, from_file=policy.origin == "file")
+        resolved, outcomes = done[key]
+        for outcome in outcomes:
+            report.add(index, outcome)
+        return resolved
+
+    layers = [
+        layer(index, settings, operators)
+        for index, (settings, operators) in enumerate(zip(policy.layers, catalogue.layers, strict=True))
+    ]
+    root = layer(None, policy.root, catalogue.root)
+    layers = _count_in_operators(layers)
+    unused = report.unused([*catalogue.layers, catalogue.root])
+    resolution = Resolution(tuple(layers), root, unused)
+    if require_match and resolution.unmatched:
+        raise UnmatchedError("\n".join(str(item) for item in resolution.unmatched))
+    return resolution
+
+
+_INCLUDED = ("the whole layer is recomputed", "the whole layer is recomputed; mp_comm_recompute decides there")
+"""Reasons that only say that the layer does more than was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one setting did in one layer."""
+
+    setting: Rule | CommRule | None
+    """None is the whole layer's default."""
+    action: str
+    matched: bool
+    reason: str
+    """Empty if it had an effect."""
+
+
+def _resolve_layer(
+    settings: LayerPolicy, operators: tuple[Operator, ...], *, from_file: bool
+) -> tuple[ResolvedLayer, list[_Outcome]]:
+    names = [operator.name for operator in operators]
+    if len(set(names)) != len(names):
+        twice = next(name for position, name in enumerate(names) if name in names[:position])
+        raise PolicyError(f"the catalogue lists the operator {twice} twice in one layer")
+    tree = NameTree.of(names)
+    targets = [(rule, rule.pattern.operators(tree, modules=not rule.operators_only)) for rule in settings.rules]
+
+    kept = _union(named for rule, named in targets if isinstance(rule.decision, Keep))
+    recomputed = _union(named for rule, named in targets if isinstance(rule.decision, Recompute))
+    if isinstance(settings.default, Recompute):
+        recomputed |= set(names)
+    recomputed -= kept
+
+    decisions: dict[str, Decision] = {}
+    winner: dict[str, Rule | None] = {}
+    for name in names:
+        if name in kept:
+            decisions[name] = Keep()
+        elif name in recomputed:
+            decisions[name] = Recompute()
+        else:
+            rule = next((rule for rule, named in targets if isinstance(rule.decision, Swap) and name in named), None)
+            decisions[name] = rule.decision if rule else settings.default
+            winner[name] = rule
+    feeds: dict[str, str] = {}
+    if from_file:
+        for operator in operators:
+            reader = next((consumer for consumer in operator.consumers if consumer in recomputed), None)
+            if isinstance(decisions[operator.name], Swap) and reader is not None:
+                feeds[operator.name] = reader
+        for name in feeds:
+            decisions[name] = Keep()
+
+    whole = isinstance(settings.default, Recompute)
+    outcomes: list[_Outcome] = []
+    for rule, named in targets:
+        reason = _why_not(rule, named, decisions, winner, feeds, whole)
+        matched = bool(named)
+        if not matched and rule.operators_only and rule.pattern.matches(tree):
+            matched, reason = True, "it names a module, and only operators can be excluded"
+        outcomes.append(_Outcome(rule, str(rule.decision), matched, reason))
+    if isinstance(settings.default, Swap) and names:
+        by_default = any(name in winner and winner[name] is None and name not in feeds for name in names)
+        reason = "" if by_default else "every operator of the layer is decided otherwise"
+        outcomes.append(_Outcome(None, str(settings.default), True, reason))
+    collectives = _Collectives(settings, tree, whole)
+    resolved = ResolvedLayer(decisions, settings.boundary, collectives.repeated, collectives.kept)
+    return resolved, outcomes + collectives.outcomes
+
+
+def _why_not(
+    rule: Rule,
+    named: frozenset[str],
+    decisions: Mapping[str, Decision],
+    winner: Mapping[str, Rule | None],
+    feeds: Mapping[str, str],
+    whole: bool,
+) -> str:
+    """Why ``rule`` had no effect in this layer, or nothing if it had one."""
+    if not named or isinstance(rule.decision, Keep):
+        return ""
+    if isinstance(rule.decision, Recompute):
+        if whole:
+            return _INCLUDED[0]
+        if any(decisions[name] == rule.decision for name in named):
+            return ""
+        return "an exclude keeps it"
+    if any(winner.get(name) is rule and name not in feeds for name in named):
+        return ""
+    first = min(named)
+    if first in feeds:
+        return f"{first} directly feeds {feeds[first]}, which is recomputed"
+    if isinstance(decisions[first], Recompute):
+        return "it is recomputed, which wins over swap"
+    if isinstance(decisions[first], Swap):
+        return "an earlier swap entry names it"
+    return "an exclude keeps it"
+
+
+class _Collectives:
+    """The collectives of a layer that are repeated or kept, and what each setting did."""
+
+    def __init__(self, settings: LayerPolicy, tree: NameTree, whole: bool) -> None:
+        self.outcomes: list[_Outcome] = []
+        repeated: dict[str, None] = {}
+        kept: dict[str, None] = {}
+        for rule in settings.communication:
+            matches = rule.pattern.matches(tree)
+            operators = [match.name for match in matches if not match.is_module]
+            reason = ""
+            if matches and not operators:
+                reason = "it names a module, and only an operator has a collective"
+            elif operators and rule.repeat and whole:
+                reason = _INCLUDED[1]
+            else:
+                (repeated if rule.repeat else kept).update(dict.fromkeys(operators))
+            action = "repeat collective" if rule.repeat else "keep collective"
+            self.outcomes.append(_Outcome(rule, action, bool(matches), reason))
+        self.repeated = tuple(name for name in repeated if name not in kept)
+        self.kept = tuple(kept)
+
+
+class _Report:
+    """Gathers outcomes over layers into one line a setting and reason."""
+
+    def __init__(self) -> None:
+        self.matched: dict[tuple[object, str], bool] = {}
+        self.layers: dict[tuple[object, str, str], list[int]] = {}
+
+    def add(self, index: int | None, outcome: _Outcome) -> None:
+        setting = (outcome.setting, outcome.action)
+        self.matched[setting] = self.matched.get(setting, False) or outcome.matched
+        where = self.layers.setdefault((*setting, outcome.reason), [])
+        if index is not None:
+            where.append(index)
+
+    def unused(self, kinds: Iterable[tuple[Operator, ...]]) -> tuple[Unused, ...]:
+        items: list[Unused] = []
+        tree: NameTree | None = None
+        for (setting, action, reason), layers in self.layers.items():
+            builtin = setting.builtin if isinstance(setting, (Rule, CommRule)) else False
+            label = str(setting.pattern) if isinstance(setting, (Rule, CommRule)) else "the whole layer"
+            if self.matched[setting, action]:
+                somewhere = (setting, action, "") in self.layers
+                if reason and not (somewhere and reason in _INCLUDED):
+                    items.append(Unused(label, action, tuple(layers), reason, "overruled", (), builtin))
+                continue
+            if builtin and self._sibling_matched(setting, action):
+                continue
+            if tree is None:
+                tree = NameTree.of(dict.fromkeys(operator.name for kind in kinds for operator in kind))
+            near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CommRule)) else ()
+            items.append(
+                Unused(label, action, tuple(layers), "no operator or module has this name", "unmatched", near, builtin)
+            )
+        return tuple(items)
+
+    def _sibling_matched(self, setting: object, action: str) -> bool:
+        return any(
+            matched and type(other) is type(setting) and isinstance(other, (Rule, CommRule)) and other.builtin
+            for (other, what), matched in self.matched.items()
+            if what == action
+        )
+
+
+def _count_in_operators(layers: list[ResolvedLayer]) -> list[ResolvedLayer]:
+    """Turn prefetches counted in layers into operators: k layers earlier in backward is k layers later in forward."""
+
+    def convert(index: int) -> Callable[[Decision], Decision]:
+        def one(decision: Decision) -> Decision:
+            if not isinstance(decision, Swap) or decision.unit == "operators":
+                return decision
+            ahead = layers[index + 1 : index + 1 + decision.prefetch]
+            return Swap(max(1, sum(len(layer.decisions) for layer in ahead)), decision.tier)
+
+        return one
+
+    result = []
+    for index, layer in enumerate(layers):
+        if any(isinstance(d, Swap) and d.unit == "layers" for d in (layer.boundary, *layer.decisions.values())):
+            one = convert(index)
+            boundary = one(layer.boundary)
+            assert not isinstance(boundary, Recompute)
+            layer = ResolvedLayer(
+                {name: one(decision) for name, decision in layer.decisions.items()},
+                boundary,
+                layer.repeated_collectives,
+                layer.kept_collectives,
+            )
+        result.append(layer)
+    return result
+
+
+def _union(sets: Iterable[frozenset[str]]) -> set[str]:
+    return set().union(*sets)
