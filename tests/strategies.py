@@ -21,7 +21,7 @@ from lowtide.policy import (
 PARTS = ["add", "attention", "mul", "wq", "norm", "silu"]
 
 names = st.lists(st.sampled_from(PARTS), min_size=1, max_size=3).map(".".join)
-segments = st.sampled_from([*PARTS, ".*", "w.", "(mul|silu)", "m.*"])
+segments = st.sampled_from([*PARTS, ".*", "w[qk]", "(mul|silu)", "m.*"])
 patterns = st.one_of(
     st.lists(segments, min_size=1, max_size=3).map(lambda parts: Pattern("\\.".join(parts))),
     st.sampled_from(["attention.*", "mul", "attention\\.wq", ".*norm"]).map(lambda text: Pattern(text, "path")),

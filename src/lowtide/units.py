@@ -66,7 +66,7 @@ def format_bytes(count: int) -> str:
     """
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= scale:
-            return f"{count / scale:.4g} {unit}"
+            return f"{_digits(count / scale)} {unit}"
     return f"{count} B"
 
 
@@ -78,12 +78,17 @@ def format_seconds(seconds: float) -> str:
     """
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= scale:
-            return f"{seconds / scale:.4g} {unit}"
-    return f"{seconds / 1e-9:.4g} ns"
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns"
+
+
+def _digits(number: float) -> str:
+    """Four digits, and no exponent for what is larger."""
+    return f"{number:.4g}" if abs(number) < 9999.5 else f"{number:.0f}"
 
 
 def _split(text: object, expected: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise UnitError(f"cannot read {text!r}; expected {expected}")
+    if match is None or len(match[0]) > 40:
+        raise UnitError(f"cannot read {text!r:.60}; expected {expected}")
     return float(match[1]), match[2]

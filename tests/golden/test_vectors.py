@@ -14,7 +14,8 @@ from lowtide.operators.names import layer_operators
 from lowtide.policy import Keep, Recompute
 
 _spec = importlib.util.spec_from_file_location("vectors", Path(__file__).with_name("vectors.py"))
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 golden = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(golden)
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from strategies import decisions
 
 from lowtide.errors import PolicyError
 from lowtide.policy import Decision, Swap
 from lowtide.policy.decision import decision_as_json, decision_from_json
+from strategies import decisions
 
 
 @given(decisions)

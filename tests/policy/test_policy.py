@@ -6,10 +6,10 @@ import sys
 
 import pytest
 from hypothesis import given
-from strategies import policies
 
 from lowtide.errors import PolicyError
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, format_layers, parse_layers
+from strategies import policies
 
 
 @given(policies())

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import catalogues, policies
 
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy import (
@@ -21,6 +20,7 @@ from lowtide.policy import (
     Swap,
     resolve,
 )
+from strategies import catalogues, policies
 
 LAYER = (
     Operator("norm", ("attention.wq", "attention.wk")),

@@ -154,6 +154,12 @@ def _to_graph(form: Form2026, lost: list[str]) -> dict[str, Any]:
         "select_recompute_exclude": _translated(exclude, lost),
     }
     full = [index for index in form.full if index < num_layers]
+    for key in ("select_recompute", "select_comm_recompute"):
+        for name, layers in selections[key].items():
+            # In a fully recomputed layer a selection changes nothing; it may make the first k of a stage whole.
+            wider = sorted({*layers, *full})
+            if not _is_prefix(layers, placement, num_layers) and _is_prefix(wider, placement, num_layers):
+                selections[key][name] = wider
     everything = [full, *(layers for group in selections.values() for layers in group.values())]
     by_index = swap or not all(_is_prefix(layers, placement, num_layers) for layers in everything)
     if by_index and selections["select_recompute_exclude"]:

@@ -82,7 +82,7 @@ class Policy:
 
     >>> policy = Policy(layers=(LayerPolicy(default=Recompute()),) * 4)
     >>> policy
-    Policy(4 layers, e49ad59b: 0-3: recompute)
+    Policy(4 layers, bec484eb: 0-3: recompute)
     >>> Policy.from_json(policy.to_json()) == policy
     True
     """

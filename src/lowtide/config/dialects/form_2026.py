@@ -150,7 +150,6 @@ class _Reader:
         Literal["None", "full", "select"], tuple[int, ...], dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]
     ]:
         path: Path = ("recompute",)
-        self.known(section, ("mode", "full_recompute_layer", "select_module", "exclude_op"), path)
         mode = _MODES.get(section.get("mode") or "None") if isinstance(section.get("mode"), str | None) else None
         if mode is None:
             found = section["mode"]
@@ -181,7 +180,6 @@ class _Reader:
 
     def comm(self, section: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         path: Path = ("recompute_comm",)
-        self.known(section, ("enable", "select_module"), path)
         enabled = self.switch(section, path)
         patterns = self.patterns(section.get("select_module"), (*path, "select_module"))
         if enabled and not section.get("select_module"):
@@ -196,7 +194,6 @@ class _Reader:
 
     def swap(self, section: dict[str, Any]) -> tuple[int, dict[int, Swap], dict[str, tuple[tuple[int, ...], Swap]]]:
         path: Path = ("swap",)
-        self.known(section, ("enable", "default_prefetch", "layer_swap", "op_swap"), path)
         enabled = self.switch(section, path)
         prefetch = 1
         if "default_prefetch" in section:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from lowtide.config.document import Path
 from lowtide.config.layer_counts import counts_of, indices_of
 from lowtide.config.placement import Placement, Table
-from lowtide.config.problem import Problems, nearest
+from lowtide.config.problem import Problems
 from lowtide.config.swap_entries import SwapSettings
 from lowtide.errors import PatternError
 from lowtide.policy import CommRule, Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule
@@ -42,7 +42,6 @@ _SELECTIONS = (
     "select_comm_recompute_exclude",
 )
 _SWITCHES = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
-_KEYS = ("recompute", *_SELECTIONS, *_SWITCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +145,7 @@ def read_graph(
     path: Path = ("recompute_config",),
 ) -> GraphForm:
     """Normalise ``recompute_config``; what is wrong with it is reported in ``problems``."""
-    section = section if isinstance(section, dict) else {}  # the schema reports anything else
-    for key in section:
-        if key not in _KEYS:
-            near = nearest(key, _KEYS)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(_KEYS)}"
-            problems.error((*path, key), f"recompute_config has no key {key!r}", hint, key=True)
+    section = section if isinstance(section, dict) else {}  # the schema reports anything else, and unknown keys
     switches = {key: section[key] for key in _SWITCHES if key in section}
     for key, value in switches.items():
         if not isinstance(value, bool):

@@ -1,0 +1,5 @@
+"""``python -m lowtide``."""
+
+from lowtide.cli.main import app
+
+app()

@@ -1,0 +1,77 @@
+"""What users and scripts depend on: a change here is a change for them, and goes into the changelog."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import typer
+
+import lowtide
+from lowtide.cli.main import app
+
+NAMES = [
+    "Catalogue",
+    "CommRule",
+    "ConfigError",
+    "Decision",
+    "Keep",
+    "LayerPolicy",
+    "LowtideError",
+    "Operator",
+    "Pattern",
+    "PatternError",
+    "Policy",
+    "PolicyError",
+    "Recompute",
+    "Resolution",
+    "Rule",
+    "Swap",
+    "UnitError",
+    "UnmatchedError",
+    "load_policy",
+    "resolve",
+]
+
+COMMANDS = {
+    "": ["--version"],
+    "check": ["--json", "--no-color", "--set", "FILE..."],
+    "convert": ["--json", "--output", "--set", "--to", "-o", "FILE"],
+    "schema": ["--json", "--output", "-o"],
+}
+
+
+def test_exported_names_are_exactly_these() -> None:
+    assert lowtide.__all__ == NAMES
+    assert sorted(NAMES) == NAMES
+
+
+def test_every_exported_name_can_be_used_and_says_where_it_is_from() -> None:
+    for name in lowtide.__all__:
+        assert getattr(lowtide, name) is not None
+    assert set(NAMES) <= set(dir(lowtide))
+
+
+def test_commands_and_flags_are_exactly_these() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    found = {"": [flag for p in group.params for flag in p.opts]}
+    for name, command in group.commands.items():
+        flags = [flag for p in command.params for flag in (p.opts if p.param_type_name == "option" else [p.metavar])]
+        found[name] = sorted(str(flag) for flag in flags)
+    assert found == {name: sorted(flags) for name, flags in COMMANDS.items()}
+
+
+def test_every_command_has_help_with_an_example_and_json() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for name, command in group.commands.items():
+        assert "Example:" in (command.help or ""), name
+        assert any("--json" in p.opts for p in command.params), name
+
+
+def test_import_is_light() -> None:
+    heavy = ["torch", "pydantic", "ruamel", "typer", "rich", "scipy", "numpy"]
+    program = f"import sys, lowtide; print([name for name in {heavy!r} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"
