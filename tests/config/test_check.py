@@ -96,6 +96,15 @@ def test_layer_swap_moves_the_layers_input_too_and_recompute_wins_over_it() -> N
     assert (second.default, second.boundary) == (Recompute(), Keep())
 
 
+@pytest.mark.parametrize("name", ["'('", "''", "'(a+)+'", "[attention, '[']"])
+def test_a_swapped_operators_name_must_be_a_pattern(name: str) -> None:
+    result = check(
+        MODEL + f"swap_config: {{swap: true, op_swap: {{op_name: {name}, backward_prefetch: 1, layers: true}}}}\n"
+    )
+    (problem,) = result.problems.errors
+    assert problem.path[-1] == "op_name"
+
+
 def test_2026_layer_that_is_recomputed_and_swapped_swaps_its_input() -> None:
     result = check(
         "model: {num_layers: 4}\nrecompute: {mode: full, full_recompute_layer: ['0']}\n"

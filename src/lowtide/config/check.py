@@ -119,6 +119,7 @@ def _check(document: Document, problems: Problems, names: OperatorNames | None, 
         _read_2026(check, check.settings, names)
     else:
         _read_graph(check, check.settings, names)
+    problems.errors.sort(key=lambda problem: (problem.line, problem.column))
     if check.resolution is not None:
         for unused in check.resolution.unused:
             problems.warn(_place_of(check, unused.setting), str(unused))

@@ -114,12 +114,12 @@ def _swap_2026(form: GraphForm, others: list[int], lost: list[str]) -> dict[str,
     layers: dict[str, list[int]] = {}
     operators: dict[tuple[str, str], list[int]] = {}
     for index in others:
-        entry = next((entry for entry in form.swap.layer_swap if index in entry), None)
+        entry = next((entry for entry in form.swap.layer_swap if entry.has(index)), None)
         if entry is not None:
             layers.setdefault(entry.tier, []).append(index)
             prefetches.add(entry.prefetch)
         for name, entries in form.swap.op_swap:
-            found = next((item for item in entries if index in item), None)
+            found = next((item for item in entries if item.has(index)), None)
             if found is not None:
                 prefetches.add(found.prefetch)
                 if entry is not None:

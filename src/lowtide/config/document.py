@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -39,8 +39,7 @@ Path: TypeAlias = tuple[str | int, ...]
 """Where a value stands in its document: ``("swap_config", "op_swap", 0, "layers")``."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Mark:
+class Mark(NamedTuple):
     """A position in a file; both numbers count from one."""
 
     line: int
@@ -168,14 +167,14 @@ class _Stop(Exception):  # noqa: N818
         self.mark, self.message, self.hint = mark, message, hint
 
 
-@dataclass(slots=True, eq=False)
 class _Node:
     """A value on its way to becoming plain: what it is and where it stands."""
 
-    kind: str
-    mark: Mark
-    value: Any = None
-    items: list[tuple[_Node | None, _Node]] = field(default_factory=list)
+    __slots__ = ("items", "kind", "mark", "value")
+
+    def __init__(self, kind: str, mark: Mark, value: Any = None) -> None:
+        self.kind, self.mark, self.value = kind, mark, value
+        self.items: list[tuple[_Node | None, _Node]] = []
 
 
 class _Builder:

@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lowtide.config.document import Path
 from lowtide.config.problem import Problems
@@ -20,8 +19,7 @@ Table: TypeAlias = list[list[int]]
 """A number for each mini-stage: ``v`` rows (chunks) of ``pp`` entries (stages)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where each layer stands."""
 
     layer_list: Table

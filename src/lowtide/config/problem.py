@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from lowtide.config.document import Document, Mark, Path
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "Problems", "nearest"]
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One finding: what was found, where, and what to do."""
 
     path: Path

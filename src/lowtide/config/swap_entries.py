@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lowtide.config.document import Path
 from lowtide.config.layer_counts import indices_of
+from lowtide.config.pattern_text import is_pattern
 from lowtide.config.problem import Problems, nearest
 from lowtide.policy import Swap
 from lowtide.policy.decision import MAX_PREFETCH
@@ -17,8 +17,7 @@ DEFAULT_PATTERN = ".*\\.flash_attention"
 """What is swapped when swap is on and nothing is named."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwapEntry:
+class SwapEntry(NamedTuple):
     """One entry: some layers, and how their tensors are swapped."""
 
     layers: list[int] | Literal[True]
@@ -33,7 +32,8 @@ class SwapEntry:
         """The entry as a decision of the Policy."""
         return Swap(self.prefetch, self.tier)
 
-    def __contains__(self, layer: int) -> bool:
+    def has(self, layer: int) -> bool:
+        """Whether the entry means ``layer``."""
         return self.layers is True or layer in self.layers
 
     def as_json(self) -> dict[str, Any]:
@@ -42,8 +42,7 @@ class SwapEntry:
         return value if self.tier == "host" else {**value, "tier": self.tier}
 
 
-@dataclass(frozen=True, slots=True)
-class SwapSettings:
+class SwapSettings(NamedTuple):
     """``swap_config``, normalised."""
 
     swap: bool = False
@@ -150,7 +149,8 @@ def _operator_names(entry: dict[str, Any], here: Path, problems: Problems) -> li
             "op_name: attention",
         )
         return []
-    return list(listed)
+    path: Path = (*here, "op_name")
+    return [name for name in listed if is_pattern(name, path, problems, key=False)]
 
 
 def _read_entry(

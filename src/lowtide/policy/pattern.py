@@ -17,9 +17,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lowtide.errors import PatternError
 
@@ -97,8 +97,7 @@ class Pattern:
         return tuple(close)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """A name that a pattern ends on."""
 
     name: str
@@ -107,14 +106,16 @@ class Match:
     """Whether it is a module rather than an operator."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class NameTree:
     """The operators of a layer by module, in order."""
 
-    operators: list[str] = field(default_factory=list)
-    """The operators of this module, by their last name."""
-    modules: dict[str, NameTree] = field(default_factory=dict)
-    """The child modules."""
+    __slots__ = ("modules", "operators")
+
+    def __init__(self) -> None:
+        self.operators: list[str] = []
+        """The operators of this module, by their last name."""
+        self.modules: dict[str, NameTree] = {}
+        """The child modules."""
 
     @staticmethod
     def of(names: Iterable[str]) -> NameTree:

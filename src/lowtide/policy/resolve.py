@@ -16,8 +16,7 @@ reported with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap
@@ -27,8 +26,7 @@ from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_la
 __all__ = ["Catalogue", "Operator", "Resolution", "ResolvedLayer", "Unused", "resolve"]
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """One operator of a layer, as a catalogue lists it."""
 
     name: str
@@ -37,8 +35,7 @@ class Operator:
     """The operators of the same layer that read its output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue:
+class Catalogue(NamedTuple):
     """What a model consists of: the operators of each layer, in order, and those outside."""
 
     layers: tuple[tuple[Operator, ...], ...]
@@ -47,8 +44,7 @@ class Catalogue:
     """The operators outside the layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unused:
+class Unused(NamedTuple):
     """A setting that had no effect."""
 
     setting: str
@@ -73,8 +69,7 @@ class Unused:
         return f"{self.setting} ({self.action}) has no effect{where}: {self.reason}{hint}"
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedLayer:
+class ResolvedLayer(NamedTuple):
     """The decisions of one layer, operator by operator."""
 
     decisions: Mapping[str, Decision]
@@ -87,8 +82,7 @@ class ResolvedLayer:
     """Operators whose collective's result is kept even where the layer is recomputed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(NamedTuple):
     """A Policy applied to a catalogue."""
 
     layers: tuple[ResolvedLayer, ...]
@@ -152,8 +146,7 @@ _INCLUDED = ("the whole layer is recomputed", "the whole layer is recomputed; mp
 """Reasons that only say that the layer does more than was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """What one setting did in one layer."""
 
     setting: Rule | CommRule | None

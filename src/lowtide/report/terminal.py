@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.policy import Keep, NameTree, Recompute, ResolvedLayer, Swap, format_layers
@@ -23,7 +22,10 @@ _STYLES = {"recompute": "yellow", "swap": "cyan", "keep": "dim", "mixed": "magen
 def print_check(check: Check, console: Console) -> None:
     """Print the log lines and, for a file that is right, what becomes of each layer."""
     for level, text in check.log:
-        console.print(Text(f"{level} - {text}", style="yellow" if level == "WARNING" else ""), soft_wrap=True)
+        if level == "WARNING":
+            console.print(Text(f"{level} - {text}", style="yellow"), soft_wrap=True)
+        else:  # there may be hundreds, and nothing to colour
+            console.file.write(f"{level} - {text}\n")
     if check.resolution is None or check.form is None or check.policy is None:
         return
     placement = check.form.placement
@@ -31,24 +33,21 @@ def print_check(check: Check, console: Console) -> None:
     if placement is None:
         return
     labels = _Labels(layers)
-    console.print()
+    picture = Text("\n")
     for columns in _blocks(check, labels, console.width):
-        console.print(_table(check, labels, columns))
-    legend = Table.grid(padding=(0, 1))
+        _draw(picture, check, labels, columns)
     for name, text, kind in labels.legend():
-        legend.add_row(Text(f"  {name:<4}", style=_STYLES[kind]), Text(text))
-    console.print(legend)
+        first, *rest = _wrap(text, max(console.width - 7, 20))
+        picture.append(f"  {name:<5}", style=_STYLES[kind])
+        picture.append(first + "\n" + "".join(f"       {line}\n" for line in rest))
     chunks = f" x {placement.num_chunks} chunks" if placement.num_chunks > 1 else ""
     stages = f"{placement.num_stages} stage{'s' if placement.num_stages > 1 else ''}"
     more = len(layers) - placement.num_layers
-    extra = f" + {more} prediction layers as layer {placement.num_layers - 1}" if more else ""
-    console.print(
-        Text.assemble(
-            ("  ok   ", "bold green"),
-            f"{placement.num_layers} layers{extra} over {stages}{chunks}; policy {check.policy.digest[:8]}",
-        ),
-        soft_wrap=True,
-    )
+    plural = "s" if more > 1 else ""
+    extra = f" + {more} prediction layer{plural} like layer {placement.num_layers - 1}" if more else ""
+    picture.append("  ok   ", style="bold green")
+    picture.append(f"{placement.num_layers} layers{extra} over {stages}{chunks}; policy {check.policy.digest[:8]}")
+    console.print(picture, soft_wrap=True)
 
 
 def print_problems(check: Check, console: Console) -> None:
@@ -161,10 +160,11 @@ def _describe(layer: ResolvedLayer) -> str:
 
 
 def _shorten(names: Iterable[str], tree: NameTree) -> str:
-    """Name a module instead of all the operators below it."""
+    """Name a module instead of all the operators below it, and the rest instead of most of a layer."""
     left = set(names)
-    if left == {match.name for match in tree.walk() if not match.is_module}:
-        return "the whole layer"
+    rest = {match.name for match in tree.walk() if not match.is_module} - left
+    if len(rest) < len(left) / 4:
+        return f"the whole layer but {_shorten(rest, tree)}" if rest else "the whole layer"
     result: list[str] = []
     for match in sorted(tree.walk(), key=lambda match: (not match.is_module, match.name.count("."))):
         covered = set(tree.below(match.name)) if match.is_module else {match.name}
@@ -183,7 +183,7 @@ def _blocks(check: Check, labels: _Labels, width: int) -> Iterator[list[int]]:
     used, block = 0, list[int]()
     for column in range(placement.num_stages):
         cells = [cell for chunk in range(placement.num_chunks) for cell in _cells(check, labels, column, chunk)]
-        need = max([len("column 99"), *(len(cell) for cell in cells)]) + 2
+        need = max([len("stage 99"), *(len(layers) + 1 + len(label) for layers, label in cells)]) + 2
         if block and 8 + used + need > width:
             yield block
             used, block = 0, []
@@ -192,30 +192,35 @@ def _blocks(check: Check, labels: _Labels, width: int) -> Iterator[list[int]]:
     yield block
 
 
-def _table(check: Check, labels: _Labels, columns: list[int]) -> Table:
+def _draw(picture: Text, check: Check, labels: _Labels, columns: list[int]) -> None:
+    """Add one block of stages: the stages across, the layers of each chunk down."""
     assert check.form is not None
     assert check.form.placement is not None
     placement = check.form.placement
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=True, header_style="bold")
     several = placement.num_chunks > 1
-    if several:
-        table.add_column("chunk", justify="right")
-    for column in columns:
-        name = f"column {column}" if placement.folded else f"stage {column + placement.start_stage}"
-        table.add_column(name, no_wrap=True)
-    for chunk in range(placement.num_chunks):
-        cells = [_cells(check, labels, column, chunk) for column in columns]
-        height = max((len(cell) for cell in cells), default=0)
-        for row in range(height):
-            texts = [cell[row] if row < len(cell) else Text("") for cell in cells]
-            table.add_row(*([Text(str(chunk) if row == 0 else "")] if several else []), *texts)
-        if several and chunk < placement.num_chunks - 1:
-            table.add_section()
-    return table
+    names = [f"column {c}" if placement.folded else f"stage {c + placement.start_stage}" for c in columns]
+    cells = [[_cells(check, labels, column, chunk) for column in columns] for chunk in range(placement.num_chunks)]
+    widths = [
+        max([len(name), *(len(layers) + 1 + len(label) for row in cells for layers, label in row[place])])
+        for place, name in enumerate(names)
+    ]
+    header = "  ".join(f"{name:<{width}}" for name, width in zip(names, widths, strict=True))
+    picture.append(f"{'chunk  ' if several else ''}{header}".rstrip() + "\n", style="bold")
+    for chunk, row in enumerate(cells):
+        for line in range(max((len(cell) for cell in row), default=0)):
+            gap = f"{chunk if line == 0 else '':>5}  " if several else ""
+            for cell, width in zip(row, widths, strict=True):
+                layers, label = cell[line] if line < len(cell) else ("", "")
+                picture.append(f"{gap}{layers} ")
+                picture.append(label, style=_STYLES[labels.kinds[label]] if label else "")
+                gap = " " * (width - len(layers) - 1 - len(label) + 2)
+            picture.rstrip()
+            picture.append("\n")
+    picture.append("\n")
 
 
-def _cells(check: Check, labels: _Labels, column: int, chunk: int) -> list[Text]:
-    """The layers of one mini-stage, equal neighbours together: ``2-3 A``."""
+def _cells(check: Check, labels: _Labels, column: int, chunk: int) -> list[tuple[str, str]]:
+    """The layers of one mini-stage with their label, equal neighbours together: ``2-3``, ``A``."""
     assert check.form is not None
     assert check.form.placement is not None
     placement = check.form.placement
@@ -228,6 +233,15 @@ def _cells(check: Check, labels: _Labels, column: int, chunk: int) -> list[Text]
             groups[-1][1].append(layer)
         else:
             groups.append((name, [layer]))
-    return [
-        Text.assemble(f"{format_layers(layers):>5} ", (name, _STYLES[labels.kinds[name]])) for name, layers in groups
-    ]
+    return [(f"{format_layers(layers):>5}", name) for name, layers in groups]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Break a line at blanks."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return lines

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lowtide.config.document import Path
+from lowtide.config.pattern_text import is_pattern
 from lowtide.config.placement import Placement
 from lowtide.config.problem import Problems, nearest
 from lowtide.config.swap_entries import read_prefetch, read_tier
-from lowtide.errors import PatternError
 from lowtide.policy import (
     CommRule,
     Keep,
@@ -214,7 +214,7 @@ class _Reader:
             layers = self.specs(entry["layers"], (*here, "layers"))
             decision = Swap(prefetch, read_tier(entry, self.problems, here), "layers")
             self.room(layers, prefetch, (*here, "layers"))
-            if self.is_pattern(entry["op_name"], (*here, "op_name")):
+            if is_pattern(entry["op_name"], (*here, "op_name"), self.problems, "path", key=False):
                 if entry["op_name"] in op_swap:
                     self.problems.warn(
                         (*here, "op_name"), f"{entry['op_name']!r} stands in an entry before; only the last one counts"
@@ -270,18 +270,8 @@ class _Reader:
         return {
             name: self.specs(layers, (*path, name))
             for name, layers in value.items()
-            if self.is_pattern(name, (*path, name))
+            if is_pattern(name, (*path, name), self.problems, "path")
         }
-
-    def is_pattern(self, name: object, path: Path) -> bool:
-        try:
-            if not isinstance(name, str):
-                raise PatternError(f"a pattern is text; found {name!r:.60}")
-            path_pattern(name)
-        except PatternError as error:
-            self.problems.error(path, str(error), "write a regular expression over the path, such as mlp.*", key=True)
-            return False
-        return True
 
     def specs(self, value: object, path: Path) -> tuple[int, ...]:
         return layer_specs(value, self.num_layers, self.problems, path) or ()

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeAlias
 
 from lowtide.config.document import Path
 from lowtide.config.layer_counts import counts_of, indices_of
+from lowtide.config.pattern_text import is_pattern
 from lowtide.config.placement import Placement, Table
 from lowtide.config.problem import Problems
 from lowtide.config.swap_entries import SwapSettings
-from lowtide.errors import PatternError
 from lowtide.policy import CommRule, Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule
 
 __all__ = ["GraphForm", "Selection", "read_graph"]
@@ -114,10 +114,10 @@ class GraphForm:
             communication += self._comm_rules("select_comm_recompute_exclude", index, repeat=False)
             return LayerPolicy(full or Keep(), tuple(rules), communication=tuple(communication))
         for name, entries in self.swap.op_swap:
-            entry = next((entry for entry in entries if index in entry), None)
+            entry = next((entry for entry in entries if entry.has(index)), None)
             if entry is not None:
                 rules.append(Rule(Pattern(name), entry.decision, builtin=self.swap.default))
-        swap = next((entry.decision for entry in self.swap.layer_swap if index in entry), None)
+        swap = next((entry.decision for entry in self.swap.layer_swap if entry.has(index)), None)
         boundary = swap if swap and not full else Keep()
         return LayerPolicy(full or swap or Keep(), tuple(rules), boundary, tuple(communication))
 
@@ -220,7 +220,7 @@ class _Reader:
             return self._defaults(key, value, defaults, here)
         result: dict[str, Selection] = {}
         for name, item, place in entries:
-            if self._is_pattern(name, place):
+            if is_pattern(name, place, self.problems, key=isinstance(value, dict)):
                 selection = self.selection(item, place, by_stage=exclude)
                 if selection is not None:
                     result[name] = selection
@@ -236,15 +236,3 @@ class _Reader:
                 here, f"`{key}` has no effect: it names no operator", f"write {key}: ['feed_forward\\.mul']"
             )
         return dict.fromkeys(defaults, selection)
-
-    def _is_pattern(self, name: str, path: Path) -> bool:
-        try:
-            pattern = Pattern(name)
-        except PatternError as error:
-            self.problems.error(path, str(error), "separate levels with \\. as in 'feed_forward\\.mul'", key=True)
-            return False
-        if pattern.has_doubled_backslash:
-            self.problems.warn(
-                path, f"`{name}` is read with single backslashes", f"write '{name.replace(chr(92) * 2, chr(92))}'"
-            )
-        return True

@@ -78,12 +78,12 @@ def layer_log(form: GraphForm, tree: NameTree) -> list[Line]:
 
 def _swap_lines(form: GraphForm, layer: int, matches: Callable[[str], tuple[Match, ...]]) -> Iterator[str]:
     for entry in form.swap.layer_swap:
-        if layer in entry:
+        if entry.has(layer):
             yield f"Set layer swap at layer {layer} and value is: {entry.prefetch}"
             break
     parts = []
     for name, entries in form.swap.op_swap:
-        prefetch = next((entry.prefetch for entry in entries if layer in entry), None)
+        prefetch = next((entry.prefetch for entry in entries if entry.has(layer)), None)
         if prefetch is not None:
             for match in matches(name):
                 path = match.name if "." in match.name else f".{match.name}"
@@ -103,14 +103,14 @@ def _conflicts(form: GraphForm) -> Iterator[str]:
         yield "All layers and ops that are enabled swap do not work! Because recompute = True."
     else:
         # The reference says it once for each layer_swap entry, and once for each operator.
-        yield from (_conflict("All", layer) for layer in recomputed for entry in whole if layer in entry)
+        yield from (_conflict("All", layer) for layer in recomputed for entry in whole if entry.has(layer))
         for name, layers in operators.items():
             yield from (_conflict(name, layer) for layer in recomputed if layer in layers)
     for name, selection in cast("dict[str, list[int] | Literal[True]]", form.written_select).items():
         if selection is True:
             yield f"{name} operator in all layers that is enabled swap do not work! {_BECAUSE}"
             continue
-        yield from (_conflict(name, layer) for layer in selection for entry in whole if layer in entry)
+        yield from (_conflict(name, layer) for layer in selection for entry in whole if entry.has(layer))
         yield from (_conflict(name, layer) for layer in selection if layer in operators.get(name, ()))
 
 

@@ -1,10 +1,10 @@
 """What happens beside a step: the list ``callbacks`` (or ``callback``)."""
 
-from __future__ import annotations
+from typing import Annotated, Literal, TypeAlias
 
-from typing import Annotated, Any, Literal, TypeAlias
+from pydantic import Field
 
-from lowtide.config.schema.field import Count, Index, NoEffect, Positive, Range, Section
+from lowtide.config.schema.field import Count, Free, Index, NoEffect, Positive, Section
 
 __all__ = [
     "CALLBACKS",
@@ -66,7 +66,7 @@ class MoEDropRateCallback(Section):
     """Experts of a layer; required."""
     capacity_factor: Positive | None = None
     """Tokens an expert takes, as a multiple of the even share; required."""
-    num_layers: Annotated[int, Range(1, 100_000)] | None = None
+    num_layers: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Layers of the model; required."""
     mtp_depth: Index | None = None
     """Multi-token-prediction layers; required."""
@@ -125,7 +125,7 @@ class OtherCallback(Section):
 
     type: str = ""
     """The callback's name."""
-    settings: dict[str, Any] | None = None
+    settings: Free | None = None
     """Its settings, as written."""
 
 

@@ -1,10 +1,8 @@
 """The device and its memory: ``context``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
-from lowtide.config.schema.field import Bytes, Index, NoEffect, Section
+from lowtide.config.schema.field import EXACT, Bytes, Free, Index, ListOf, NoEffect, Section
 
 __all__ = ["Context"]
 
@@ -15,7 +13,7 @@ ASCEND = "it belongs to the Ascend runtime of MindSpore"
 class Context(Section):
     """The device and its memory."""
 
-    mode: Annotated[Literal[0, 1], NoEffect("PyTorch runs operators as they come", harmless=(1,))] | None = None
+    mode: Annotated[Literal[0, 1], EXACT, NoEffect("PyTorch runs operators as they come", harmless=(1,))] | None = None
     """0 graph mode, 1 eager mode of MindSpore; default: unset."""
     device_target: Annotated[Literal["Ascend", "GPU", "CPU"], NoEffect("the device that is present is used")] | None = (
         None
@@ -31,7 +29,7 @@ class Context(Section):
     """MindSpore's own memory planning; swap asks for "O0"; default: unset."""
     deterministic: bool | Literal["ON", "OFF"] = False
     """Whether only deterministic kernels are used; default false."""
-    jit_config: Annotated[dict[str, Any], NoEffect(GRAPH)] | None = None
+    jit_config: Annotated[Free, NoEffect(GRAPH)] | None = None
     """The level of MindSpore's compiler (`jit_level`); default: unset."""
     jit_level: Annotated[str, NoEffect(GRAPH)] | None = None
     """The level of MindSpore's compiler; default: unset."""
@@ -41,9 +39,7 @@ class Context(Section):
     """Where MindSpore writes its graphs; default: unset."""
     max_call_depth: Annotated[Index, NoEffect(GRAPH)] | None = None
     """The deepest call of MindSpore's compiler; default: unset."""
-    affinity_cpu_list: Annotated[dict[str, Any] | list[Any] | str | bool, NoEffect("threads are not bound")] | None = (
-        None
-    )
+    affinity_cpu_list: Annotated[Free | ListOf[Any] | str | bool, NoEffect("threads are not bound")] | None = None
     """The CPUs of each process; default: unset."""
-    ascend_config: Annotated[dict[str, Any], NoEffect(ASCEND)] | None = None
+    ascend_config: Annotated[Free, NoEffect(ASCEND)] | None = None
     """Settings of the Ascend runtime; default: unset."""

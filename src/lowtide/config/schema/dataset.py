@@ -1,10 +1,10 @@
 """The data: ``train_dataset``, ``train_dataset_task``, ``processor``."""
 
-from __future__ import annotations
+from typing import Annotated, ClassVar
 
-from typing import Annotated, Any, ClassVar
+from pydantic import Field
 
-from lowtide.config.schema.field import Count, Index, NoEffect, Refused, Section, Seed
+from lowtide.config.schema.field import Count, Free, Index, ListOf, NoEffect, Refused, Section, Seed
 
 __all__ = ["BlendConfig", "DataLoader", "Processor", "TrainDataset", "TrainDatasetTask"]
 
@@ -15,7 +15,7 @@ MASKS = "masks are made by the attention kernel"
 class BlendConfig(Section):
     """Megatron data files and how samples are cut from them."""
 
-    data_path: list[str | int | float] | str | None = None
+    data_path: ListOf[str | int | float] | str | None = None
     """Paths without .bin and .idx, each after its weight; default: none."""
     seq_length: Count | None = None
     """Tokens of a sample; default: the model's."""
@@ -53,9 +53,9 @@ class DataLoader(Section):
         ),
     ] = "BlendedMegatronDatasetDataLoader"
     """BlendedMegatronDatasetDataLoader or HFDataLoader; default the first."""
-    config: BlendConfig = BlendConfig()
+    config: BlendConfig = Field(default_factory=BlendConfig.model_construct)
     """Megatron data files and how samples are cut from them."""
-    sizes: list[int] | None = None
+    sizes: ListOf[int] | None = None
     """Samples for training, validation and test; default: as many as needed."""
     load_func: str = "load_dataset"
     """The function of Hugging Face datasets that loads; default load_dataset."""
@@ -63,9 +63,9 @@ class DataLoader(Section):
     """The name or directory of a Hugging Face data set; default: none."""
     split: str | None = None
     """Which part of a Hugging Face data set; default train."""
-    data_files: str | list[str] | dict[str, Any] | None = None
+    data_files: str | ListOf[str] | Free | None = None
     """The files of a Hugging Face data set; default: its own."""
-    handler: list[dict[str, Any]] | None = None
+    handler: ListOf[Free] | None = None
     """Steps that turn a Hugging Face sample into tokens, in order; default: none."""
     shuffle: bool | None = None
     """Whether samples are shuffled; default: the data set's."""
@@ -78,9 +78,9 @@ class TrainDataset(Section):
 
     aliases: ClassVar[dict[str, str]] = {"dataloader": "data_loader"}
 
-    data_loader: DataLoader = DataLoader()
+    data_loader: DataLoader = Field(default_factory=DataLoader.model_construct)
     """Where samples come from (`dataloader` in the 2026 layout)."""
-    input_columns: list[str] | None = None
+    input_columns: ListOf[str] | None = None
     """The names of a sample's columns, in the model's order; default: the data set's."""
     drop_remainder: bool = True
     """Whether a last, smaller batch is left out; default true."""
@@ -100,7 +100,7 @@ class TrainDataset(Section):
     """Whether the reference's workers are processes; default false."""
     numa_enable: Annotated[bool, NoEffect("processes are not bound to memory", harmless=(False,))] = False
     """Whether the reference binds processes to memory; default false."""
-    construct_args_key: Annotated[list[str], NoEffect("columns are given by name")] | None = None
+    construct_args_key: Annotated[ListOf[str], NoEffect("columns are given by name")] | None = None
     """The order of the reference's model inputs; default: unset."""
     use_broadcast_data: Annotated[bool, NoEffect("each rank reads its own data")] | None = None
     """Whether the reference sends data from rank to rank; default: unset."""
@@ -127,7 +127,7 @@ class Processor(Section):
 
     type: str | None = None
     """The reference's class of the processor; default: unset."""
-    tokenizer: dict[str, Any] | None = None
+    tokenizer: Free | None = None
     """The tokenizer: `type` and its files; default: the model directory's."""
     return_tensors: Annotated[str, NoEffect("tokens are always tensors")] | None = None
     """The reference's kind of tensors; default: unset."""

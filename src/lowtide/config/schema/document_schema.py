@@ -1,14 +1,13 @@
 """The JSON Schema of a training file, made from the same sections that read it."""
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from lowtide.config.schema.callbacks import CALLBACKS, IGNORED
 from lowtide.config.schema.catalogue import SECTIONS, TELLS_2026, TELLS_GRAPH, section_class
-from lowtide.config.schema.field import Section, Ways, branches, field_names, ways_of
-from lowtide.config.schema.pydantic_model import pydantic_model
+from lowtide.config.schema.docstrings import descriptions
+from lowtide.config.schema.field import NoEffect, Refused, Section, ways_of
 from lowtide.config.schema.top_level import TopLevel
 
 __all__ = ["document_schema"]
@@ -17,20 +16,14 @@ __all__ = ["document_schema"]
 def document_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a file in either layout."""
     used = {section_class(name) for name in SECTIONS} | {TopLevel} | set(CALLBACKS.values())
-    models: list[tuple[type[BaseModel], Literal["validation"]]] = [
-        (pydantic_model(section), "validation") for section in sorted(used, key=lambda one: one.__name__)
+    models: list[tuple[type[Section], Literal["validation"]]] = [
+        (section, "validation") for section in sorted(used, key=lambda one: one.__name__)
     ]
     _, schemas = models_json_schema(models, schema_generator=_Untitled)
     definitions: dict[str, Any] = schemas["$defs"]
-    for section in sorted(used | _nested(used), key=lambda one: one.__name__):
-        definition = definitions[section.__name__]
-        definition["type"] = ["object", "null"]
-        for alias, name in section.aliases.items():
-            known = definition["properties"][name]
-            definition["properties"][alias] = {
-                **known,
-                "description": f"Another name of `{name}`. {known['description']}",
-            }
+    for section in Section.__subclasses__():
+        if section.__name__ in definitions:
+            _complete(section, definitions[section.__name__])
     properties: dict[str, Any] = dict(definitions.pop("TopLevel")["properties"])
     for name in SECTIONS:
         section = section_class(name)
@@ -83,29 +76,35 @@ def _callback() -> dict[str, Any]:
     }
 
 
-def _nested(sections: set[type[Section]]) -> set[type[Section]]:
-    """The sections inside ``sections``, at any depth."""
-    found: set[type[Section]] = set()
-    waiting = list(sections)
-    while waiting:
-        section = waiting.pop()
-        for name in field_names(section):
-            for base in _bases(ways_of(section, name)):
-                if base not in found:
-                    found.add(base)
-                    waiting.append(base)
-    return found
+def _complete(section: type[Section], definition: dict[str, Any]) -> None:
+    """Add what the reader does beyond types: null for a default, other names, unknown keys, refused values."""
+    definition["type"] = ["object", "null"]
+    definition["additionalProperties"] = section.unknown != "error"
+    properties = definition["properties"]
+    texts = descriptions(section)
+    for attribute, field in section.model_fields.items():
+        name = field.alias or attribute
+        notes = [note for _, notes in ways_of(section, name) for note in notes]
+        refusals = [note for note in notes if isinstance(note, Refused)]
+        known = properties[name]
+        default = {"default": known.pop("default", None)}
+        options = [better for option in known.get("anyOf", [known]) for better in _honoured(option, refusals)]
+        if {"type": "null"} not in options:
+            options.append({"type": "null"})
+        reasons = [f" Accepted, no effect here: {note.reason}." for note in notes if isinstance(note, NoEffect)]
+        properties[name] = {"anyOf": options, **default, "description": "".join([texts[attribute], *reasons[:1]])}
+    for alias, name in section.aliases.items():
+        text = f"Another name of `{name}`. {properties[name]['description']}"
+        properties[alias] = {**properties[name], "description": text}
 
 
-def _bases(ways: Ways) -> list[type[Section]]:
-    result: list[type[Section]] = []
-    for base, _ in ways:
-        origin: Any = get_origin(base)
-        if origin is list:
-            result += _bases(branches(get_args(base)[0]))
-        elif isinstance(base, type) and issubclass(base, Section):
-            result.append(base)
-    return result
+def _honoured(option: dict[str, Any], refusals: list[Refused]) -> list[dict[str, Any]]:
+    """One way of writing a value without the choices that are refused; nothing where all are."""
+    choices = option.get("enum", [False, True] if option.get("type") == "boolean" else [])
+    good = [one for one in choices if not any(refusal.when(one) for refusal in refusals)]
+    if good == choices:
+        return [option]
+    return [{**option, "enum": good}] if good else []
 
 
 class _Untitled(GenerateJsonSchema):

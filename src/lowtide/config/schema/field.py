@@ -1,48 +1,45 @@
-"""What a field of a section says about itself: its range, its verdict, and the frozen base of all sections.
+"""The base of every section, a strict and frozen pydantic model, and what a field says about itself.
 
-Sections are plain classes: a check of a file must be done in a few milliseconds, and building the validators of some
-three hundred fields costs more than the rest of the check. Reading a section (:mod:`.reader`) looks only at the fields
-that the file sets. The pydantic model of a section (:mod:`.pydantic_model`) is built from the same annotations when
-the JSON Schema is asked for; a test holds that both accept the same values.
+Building the validators of some three hundred fields takes longer than the rest of a check. A section is therefore
+built when it is first read (``defer_build``), in a module that is imported when a file has the section.
+
+A value that needs the model's layers to be understood is annotated with pydantic's ``SkipValidation``: it is handed on
+as written, null too, and only the JSON Schema describes it.
 """
 
-import sys
 import types
-from collections.abc import Callable, Iterator
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NoReturn,
-    TypeAlias,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, TypeAdapter, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+from lowtide.units import parse_bytes
 
 __all__ = [
+    "EXACT",
+    "SIZE",
     "Bytes",
     "Count",
     "Degree",
-    "Elsewhere",
     "Fraction",
+    "Free",
     "Index",
+    "ListOf",
     "NoEffect",
     "NotNegative",
     "Positive",
-    "Range",
     "Refused",
     "Section",
     "Seed",
-    "Size",
     "Ways",
     "branches",
     "exactly",
-    "field_names",
-    "replace",
+    "fields_of",
+    "handed_on",
+    "known_names",
+    "validator",
     "ways_of",
 ]
 
@@ -50,13 +47,22 @@ MAX_COUNT = 10**12
 """No count in a training file is larger; a larger one is a slip of the pen."""
 
 
-class Range:
-    """The numbers a field takes, both ends included unless ``open_low``."""
+class Section(BaseModel):
+    """The base of every section; a field that the file does not set is its default."""
 
-    __slots__ = ("high", "low", "open_low")
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",  # the reader reports unknown keys itself; this is for code that makes a section
+        allow_inf_nan=False,
+        defer_build=True,
+        protected_namespaces=(),
+    )
 
-    def __init__(self, low: float | None = None, high: float | None = None, *, open_low: bool = False) -> None:
-        self.low, self.high, self.open_low = low, high, open_low
+    unknown: ClassVar[Literal["error", "warn"]] = "warn"
+    """What an unknown key is; one that is nearly a known name is always an error."""
+    aliases: ClassVar[dict[str, str]] = {}
+    """Other names of a field, each with the one it stands for."""
 
 
 class NoEffect:
@@ -79,89 +85,93 @@ class Refused:
         self.reason, self.instead, self.when = reason, instead, when
 
 
-class Elsewhere:
-    """A value that is handed on as written, because it is read with the layers at hand; ``written`` is its form."""
-
-    __slots__ = ("written",)
-
-    def __init__(self, written: Any = Any) -> None:
-        self.written = written
-
-
-class Size:
-    """A size such as ``"58GB"``; the attribute holds the number of bytes."""
-
-    __slots__ = ()
+def _read_size(value: object) -> int:
+    if type(value) is int:
+        return value
+    if not isinstance(value, str) or len(value) > 40:
+        raise ValueError("not a size")
+    return parse_bytes(value)
 
 
-Count = Annotated[int, Range(1, MAX_COUNT)]
+def _refuse_lookalikes(value: object) -> object:
+    if isinstance(value, (bool, float)):
+        raise ValueError("equal to a choice at most")
+    return value
+
+
+SIZE = BeforeValidator(_read_size)
+"""Reads a size such as ``"58GB"``; the attribute holds the number of bytes."""
+EXACT = BeforeValidator(_refuse_lookalikes)
+"""For choices that are whole numbers: ``true`` and ``1.0`` equal 1, and are no ``1``."""
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 """A whole number from one."""
-Index = Annotated[int, Range(0, MAX_COUNT)]
+Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """A whole number from zero."""
-Seed = Annotated[int, Range(0, 2**63 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A seed of random numbers."""
-Degree = Annotated[int, Range(1, 1_000_000)]
+Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 """A degree of parallelism."""
-Positive = Annotated[float, Range(0, open_low=True)]
+Positive = Annotated[float, Field(gt=0)]
 """A number above zero."""
-NotNegative = Annotated[float, Range(0)]
+NotNegative = Annotated[float, Field(ge=0)]
 """A number from zero."""
-Fraction = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from zero to one."""
-Bytes = Annotated[int, Size()]
+Bytes = Annotated[
+    int,
+    SIZE,
+    Field(gt=0, le=2**63 - 1),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": r"^\s*(\d+(\.\d*)?|\.\d+)\s*([KMGT]?i?[Bb])?\s*$"},
+            ]
+        }
+    ),
+]
 """A number of bytes, written as a number or as text with a unit."""
+Free: TypeAlias = dict[Any, Any]
+"""A mapping that is taken as written."""
 
+Item = TypeVar("Item")
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is read up to its first wrong element: one error says enough, and a long list would give thousands."""
 
 Ways: TypeAlias = tuple[tuple[Any, tuple[Any, ...]], ...]
 """The ways a value may be written: each a plain type with the notes about it."""
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class Section:
-    """The frozen base of every section: defaults are class attributes, what the file sets is the instance's."""
-
-    unknown: ClassVar[Literal["error", "warn"]] = "warn"
-    """What an unknown key is; one that is nearly a known name is always an error."""
-    aliases: ClassVar[dict[str, str]] = {}
-    """Other names of a field, each with the attribute it sets."""
-
-    def __init__(self, **values: Any) -> None:
-        strange = values.keys() - set(field_names(type(self)))
-        if strange:
-            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(strange))}")
-        self.__dict__.update(values)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is frozen; use replace(section, {name}=…)")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is frozen")
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in field_names(type(self)))
-
-    def __repr__(self) -> str:
-        inside = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
-        return f"{type(self).__name__}({inside})"
+@cache
+@cache
+def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by the name that a file uses, in the order they are written."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
-AnySection = TypeVar("AnySection", bound=Section)
+@cache
+def validator(section: type[Section], name: str) -> TypeAdapter[Any]:
+    """What pydantic validates one field with, as strictly as the section itself."""
+    field = fields_of(section)[name]
+    written: Any = field.annotation
+    for note in field.metadata:
+        written = Annotated[written, note]
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        return TypeAdapter(written)  # it has a configuration of its own
+    return TypeAdapter(written, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def replace(section: AnySection, **values: Any) -> AnySection:
-    """Return ``section`` with some fields changed."""
-    return type(section)(**{**section.__dict__, **values})
+def known_names(section: type[Section]) -> list[str]:
+    """Every name a section takes, aliases too."""
+    return [*fields_of(section), *section.aliases]
 
 
+@cache
 def ways_of(section: type[Section], name: str) -> Ways:
     """The ways a field may be written; worked out on first use, because most files set few of the fields."""
-    written = section.__annotations__[name]
-    key = (section.__module__, written)
-    if key not in _WAYS:
-        _WAYS[key] = branches(eval(written, vars(sys.modules[section.__module__])))
-    return _WAYS[key]
+    field = fields_of(section)[name]
+    return tuple((base, (*field.metadata, *notes)) for base, notes in branches(field.annotation))
 
 
 def branches(annotation: Any) -> Ways:
@@ -176,12 +186,10 @@ def branches(annotation: Any) -> Ways:
     return tuple((base, notes + more) for part in parts for base, more in part)
 
 
-_WAYS: dict[tuple[str, str], Ways] = {}
-
-
-def field_names(section: type[Section]) -> Iterator[str]:
-    """The attributes of a section that a file can set, in the order they are written."""
-    return (name for name in section.__annotations__ if name not in ("aliases", "unknown"))
+def handed_on(ways: Ways) -> bool:
+    """Whether a value is taken as written, to be read with the layers at hand."""
+    skip: Any = SkipValidation  # to type checkers an alias, not a class
+    return any(isinstance(note, skip) for _, notes in ways for note in notes)
 
 
 def exactly(*values: Any) -> Callable[[Any], bool]:

@@ -1,18 +1,18 @@
 """The model: ``model.model_config``, and the flat ``model`` of the 2026 layout."""
 
-from __future__ import annotations
+from typing import Annotated, ClassVar, Literal
 
-from typing import Annotated, Any, ClassVar, Literal
+from pydantic import Field, SkipValidation
 
 from lowtide.config.schema.field import (
     Count,
-    Elsewhere,
     Fraction,
+    Free,
     Index,
+    ListOf,
     NoEffect,
     NotNegative,
     Positive,
-    Range,
     Refused,
     Section,
 )
@@ -52,7 +52,7 @@ class ModelConfig(Section):
     """The reference's class of these settings, such as LlamaConfig; default: unset."""
     model_type: str | None = None
     """The family of the model, such as deepseek_v3; default: unset."""
-    architectures: str | list[str] | None = None
+    architectures: str | ListOf[str] | None = None
     """The class of the model, such as Qwen3ForCausalLM; default: unset."""
     batch_size: Count | None = None
     """Samples of one rank, where not given in `runner_config`; default: unset."""
@@ -60,7 +60,7 @@ class ModelConfig(Section):
     """Tokens of the vocabulary; default: the model's own."""
     hidden_size: Count | None = None
     """The width of the residual stream; default: the model's own."""
-    num_layers: Annotated[int, Range(1, 10_000)] | None = None
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Layers of the model; default: the model's own."""
     num_attention_heads: Count | None = None
     """Query heads; default: the model's own."""
@@ -98,7 +98,7 @@ class ModelConfig(Section):
     """The base of rotary positions; default: the model's own."""
     position_embedding_type: str | None = None
     """The kind of positions, such as rope or yarn; default: the model's own."""
-    scaling_factor: Positive | dict[str, Any] | None = None
+    scaling_factor: Positive | Free | None = None
     """How far positions are stretched beyond their training length; default: unset."""
     beta_fast: Positive | None = None
     """The upper bound of yarn's ramp; default: the model's own."""
@@ -146,9 +146,9 @@ class ModelConfig(Section):
     """Whether the chosen experts' weights sum to one; default: the model's own."""
     scoring_func: str | None = None
     """How the router scores, softmax or sigmoid; default: the model's own."""
-    moe_aux_loss_coeff: NotNegative | list[NotNegative] | None = None
+    moe_aux_loss_coeff: NotNegative | ListOf[NotNegative] | None = None
     """The weight of the load-balancing loss; default: the model's own."""
-    moe_router_load_balancing_type: str | list[str] | None = None
+    moe_router_load_balancing_type: str | ListOf[str] | None = None
     """How load is balanced, such as seq_aux_loss; default: the model's own."""
     moe_router_enable_expert_bias: bool | None = None
     """Whether a bias on the scores balances load; default: the model's own."""
@@ -162,7 +162,7 @@ class ModelConfig(Section):
     """How the reference sends tokens to experts; default: unset."""
     npu_nums_per_device: Annotated[Count, NoEffect(ASCEND, harmless=(1,))] = 1
     """Devices of one node in the reference's dispatcher; default 1."""
-    num_nextn_predict_layers: Annotated[int, Range(0, 10_000)] = 0
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Multi-token-prediction layers after the last one; default 0."""
     mtp_loss_factor: NotNegative | None = None
     """The weight of the multi-token-prediction loss; default: the model's own."""
@@ -184,13 +184,13 @@ class ModelConfig(Section):
     """Whether the residual stream is kept in float32; default false."""
 
     # Placement
-    offset: Annotated[Any, Elsewhere(int | list[int] | list[list[int]])] = 0
+    offset: SkipValidation[int | list[int] | list[list[int]]] = 0
     """Layers more (or fewer) than the even share: a number, one per stage, or one list per interleave; default 0."""
-    pp_interleave_num: Annotated[int, Range(1, 1024)] = 1
+    pp_interleave_num: Annotated[int, Field(ge=1, le=1024)] = 1
     """Chunks of layers on each pipeline stage; default 1."""
-    start_stage: Annotated[int, Range(0, 65_536)] = 0
+    start_stage: Annotated[int, Field(ge=0, le=65_536)] = 0
     """The first pipeline stage of this model, with `stage_num`; default 0."""
-    stage_num: Annotated[int, Range(0, 65_536)] = 0
+    stage_num: Annotated[int, Field(ge=0, le=65_536)] = 0
     """The pipeline stages of this model; 0 for all; default 0."""
 
     # Kernels
@@ -226,9 +226,9 @@ class ModelConfig(Section):
     """Weights the reference loads with the model; default: unset."""
     use_past: Annotated[bool, NoEffect(GENERATION, harmless=(False,))] = False
     """Whether keys and values of earlier tokens are kept; default false."""
-    bos_token_id: Annotated[int | list[int], NoEffect(GENERATION)] | None = None
+    bos_token_id: Annotated[int | ListOf[int], NoEffect(GENERATION)] | None = None
     """The token that begins a text; default: unset."""
-    eos_token_id: Annotated[int | list[int], NoEffect(GENERATION)] | None = None
+    eos_token_id: Annotated[int | ListOf[int], NoEffect(GENERATION)] | None = None
     """The token that ends a text; default: unset."""
     pad_token_id: Annotated[int, NoEffect(GENERATION)] | None = None
     """The token that fills a text; default: unset."""
@@ -272,7 +272,7 @@ class ModelConfig(Section):
     """Bits of quantized weights; only 0 is supported; default 0."""
     pet_config: (
         Annotated[
-            dict[str, Any],
+            Free,
             Refused("adapters such as LoRA are not supported", "remove the section to train all weights"),
         ]
         | None
@@ -289,7 +289,7 @@ class ModelConfig(Section):
 class ModelSection(Section):
     """The model of the graph layout."""
 
-    model_config: ModelConfig = ModelConfig()
+    config: ModelConfig = Field(alias="model_config", default_factory=ModelConfig.model_construct)
     """The shape of the model, where its layers stand in the pipeline, and its kernels."""
-    arch: dict[str, Any] | None = None
+    arch: Free | None = None
     """The reference's class of the model, in `type`; default: unset."""

@@ -1,10 +1,8 @@
 """Mixture of experts in the graph layout: ``moe_config``."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
-from lowtide.config.schema.field import Count, Fraction, Index, NoEffect, NotNegative, Positive, Section
+from lowtide.config.schema.field import Count, Fraction, Index, ListOf, NoEffect, NotNegative, Positive, Section
 
 __all__ = ["MoEConfig"]
 
@@ -30,9 +28,9 @@ class MoEConfig(Section):
     """Tokens an expert takes, as a multiple of the even share; zero or less for all; default 1.1."""
     aux_loss_factor: NotNegative = 0.05
     """The weight of the load-balancing loss; default 0.05."""
-    aux_loss_factors: list[NotNegative] | None = None
+    aux_loss_factors: ListOf[NotNegative] | None = None
     """The weights of several load-balancing losses, in the order of `aux_loss_types`; default: unset."""
-    aux_loss_types: list[str] | None = None
+    aux_loss_types: ListOf[str] | None = None
     """The kinds of load-balancing losses: expert, device, comm; default: unset."""
     z_loss_factor: NotNegative = 0.0
     """The weight of the loss on large router scores; default 0."""

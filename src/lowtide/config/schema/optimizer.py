@@ -1,10 +1,10 @@
 """The optimizer and its learning rate: ``optimizer``, ``lr_schedule`` (``lr_scheduler``), ``grouped_lr_schedule``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
-from lowtide.config.schema.field import Count, Fraction, Index, NotNegative, Positive, Range, Refused, Section
+from pydantic import Field
+
+from lowtide.config.schema.field import Count, Fraction, Index, ListOf, NotNegative, Positive, Refused, Section
 
 __all__ = ["GroupedLrSchedule", "LrSchedule", "Optimizer"]
 
@@ -27,7 +27,7 @@ class Optimizer(Section):
         ),
     ] = "AdamW"
     """AdamW; FusedAdamW and PmaAdamW are read as AdamW; default AdamW."""
-    betas: list[Annotated[float, Range(0, 1)]] | None = None
+    betas: ListOf[Fraction] | None = None
     """The two decay rates of the moments; default 0.9 and 0.999."""
     eps: Positive = 1e-8
     """Added to the root of the second moment; default 1e-8."""
@@ -45,7 +45,7 @@ class Optimizer(Section):
     """A key of Muon; not supported; default: unset."""
     ns_steps: Annotated[int, MUON] | None = None
     """A key of Muon; not supported; default: unset."""
-    ns_coefficients: Annotated[list[Any], MUON] | None = None
+    ns_coefficients: Annotated[ListOf[Any], MUON] | None = None
     """A key of Muon; not supported; default: unset."""
     qk_clip_enabled: Annotated[bool, MUON] | None = None
     """A key of Muon; not supported; default: unset."""
@@ -85,7 +85,7 @@ class LrSchedule(Section):
     """Epochs of the warm-up; asks for `warmup_ratio` too; default: unset."""
     warmup_lr_init: NotNegative = 0.0
     """The rate of the first step; default 0."""
-    total_steps: Annotated[int, Range(-1)] | None = None
+    total_steps: Annotated[int, Field(ge=-1)] | None = None
     """Steps of the whole curve; -1 or unset for all training steps."""
     decay_steps: Index | None = None
     """Steps of the decay; default: all after the warm-up."""
@@ -105,7 +105,7 @@ class LrSchedule(Section):
     """Steps until the first restart of CosineAnnealingWarmRestarts; default: unset."""
     t_mult: Count = 1
     """The growth of that length with each restart; default 1."""
-    params: list[str] | None = None
+    params: ListOf[str] | None = None
     """Regular expressions of the parameters it is for, inside `grouped_lr_schedule`; default: all."""
 
 
@@ -114,5 +114,5 @@ class GroupedLrSchedule(Section):
 
     default: LrSchedule | None = None
     """The schedule of parameters in no group; default: `lr_schedule`."""
-    grouped: list[LrSchedule] | None = None
+    grouped: ListOf[LrSchedule] | None = None
     """One schedule for each group, with `params`; default: no groups."""

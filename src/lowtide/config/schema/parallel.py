@@ -1,10 +1,10 @@
 """How the work is divided over devices: ``parallel`` and ``parallel_config``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
-from lowtide.config.schema.field import Count, Degree, Index, NoEffect, Range, Refused, Section, exactly
+from pydantic import Field
+
+from lowtide.config.schema.field import EXACT, Count, Degree, Free, Index, ListOf, NoEffect, Refused, Section, exactly
 
 __all__ = ["Parallel", "ParallelConfig", "ParallelOptimizerConfig", "PipelineConfig"]
 
@@ -21,13 +21,13 @@ class ParallelConfig(Section):
     """Replicas that share each batch; default 1."""
     model_parallel: Degree = 1
     """Devices that share each layer's weights (tensor parallel); default 1."""
-    pipeline_stage: Annotated[int, Range(1, 65_536)] = 1
+    pipeline_stage: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Pipeline stages; recompute lists count by stage, even on one device; default 1."""
     context_parallel: Degree = 1
     """Devices that share each sequence; default 1."""
     expert_parallel: Degree = 1
     """Devices that share the experts of each layer; default 1."""
-    micro_batch_num: Annotated[int, Range(1, 1_000_000)] | None = None
+    micro_batch_num: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Micro batches of a pipeline step, at least as many as stages; default: as many as stages."""
     use_seq_parallel: bool = False
     """Whether tensor parallel also divides norms and dropout by sequence; default false."""
@@ -57,7 +57,7 @@ class ParallelConfig(Section):
 class ParallelOptimizerConfig(Section):
     """How optimizer states are divided."""
 
-    optimizer_weight_shard_size: Annotated[int, Range(-1, 1_000_000)] = -1
+    optimizer_weight_shard_size: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
     """Devices that share optimizer states; -1 for all of data parallel; default -1."""
     gradient_accumulation_shard: bool = False
     """Whether accumulated gradients are divided too; default false."""
@@ -88,6 +88,7 @@ class Parallel(Section):
 
     parallel_mode: Annotated[
         Literal[0, 1, 2, 3, "stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"],
+        EXACT,
         Refused(
             "layouts are never searched for here",
             "use 1 (semi-automatic) with the degrees in `parallel_config`, or 0 (data parallel)",
@@ -97,23 +98,23 @@ class Parallel(Section):
     """0 data parallel, 1 semi-automatic by the degrees given; 2 and 3 are refused; default 1."""
     enable_parallel_optimizer: bool = False
     """Whether optimizer states (and parameters) are divided over data parallel; default false."""
-    parallel_optimizer_config: ParallelOptimizerConfig = ParallelOptimizerConfig()
+    parallel_optimizer_config: ParallelOptimizerConfig = Field(default_factory=ParallelOptimizerConfig.model_construct)
     """How optimizer states are divided."""
     gradients_mean: bool = True
     """Whether gradients are averaged over data parallel instead of summed; default true."""
     full_batch: Annotated[bool, NoEffect(SHARDED)] | None = None
     """Whether each device of the reference reads the whole batch; default: unset."""
-    dataset_strategy: Annotated[str | list[Any], NoEffect(SHARDED)] | None = None
+    dataset_strategy: Annotated[str | ListOf[Any], NoEffect(SHARDED)] | None = None
     """How the reference divides each input; default: unset."""
     enable_alltoall: Annotated[bool, NoEffect("the collective is chosen by the operator")] | None = None
     """Whether the reference may use all-to-all; default: unset."""
     search_mode: Annotated[str, NoEffect(NO_SEARCH)] | None = None
     """How the reference searches layouts; default: unset."""
-    strategy_ckpt_config: Annotated[dict[str, Any], NoEffect("layouts are not written to files")] | None = None
+    strategy_ckpt_config: Annotated[Free, NoEffect("layouts are not written to files")] | None = None
     """Where the reference writes its layout; default: unset."""
     strategy_ckpt_save_file: Annotated[str, NoEffect("layouts are not written to files")] | None = None
     """The file the reference writes its layout to; default: unset."""
     loss_repeated_mean: Annotated[bool, NoEffect("the loss is averaged once")] | None = None
     """Whether the reference averages a repeated loss; default: unset."""
-    pipeline_config: PipelineConfig = PipelineConfig()
+    pipeline_config: PipelineConfig = Field(default_factory=PipelineConfig.model_construct)
     """The pipeline schedule."""

@@ -1,12 +1,18 @@
-"""The sections that only the 2026 layout has: ``training``, ``parallelism``, ``checkpoint``."""
+"""The sections that only the 2026 layout has: the run, and what becomes of activations.
 
-from __future__ import annotations
+Of ``recompute``, ``recompute_comm`` and ``swap`` only the names are checked here, as in the graph layout.
+"""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from lowtide.config.schema.field import Count, Degree, Index, Positive, Range, Section, Seed
+from pydantic import Field, SkipValidation
 
-__all__ = ["Checkpoint", "Parallelism", "Training"]
+from lowtide.config.schema.field import Count, Degree, Index, ListOf, Positive, Section, Seed
+
+__all__ = ["Checkpoint", "Parallelism", "Recompute", "RecomputeComm", "Swap", "SwapSpec", "Training"]
+
+LayerSpecs: TypeAlias = list[Index | str]
+"""Layers such as 5, "5" or "0-19"."""
 
 
 class Training(Section):
@@ -41,11 +47,11 @@ class Parallelism(Section):
     """Devices that share each sequence; default 1."""
     context_parallel_method: str | None = None
     """How sequences are shared; default: torch's."""
-    pipeline_parallel: Annotated[int, Range(1, 65_536)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Pipeline stages; default 1."""
-    pipeline_parallel_interleave_num: Annotated[int, Range(1, 1024)] = 1
+    pipeline_parallel_interleave_num: Annotated[int, Field(ge=1, le=1024)] = 1
     """Chunks of layers on each stage; default 1."""
-    pipeline_parallel_layers_per_stage: Literal["auto"] | list[str] = "auto"
+    pipeline_parallel_layers_per_stage: Literal["auto"] | ListOf[str] = "auto"
     """Text "auto" for even shares, or for each stage its layers, chunk by chunk, such as "0-3,8-11"; default "auto"."""
     expert_parallel: Degree = 1
     """Devices that share the experts of each layer; default 1."""
@@ -70,3 +76,59 @@ class Checkpoint(Section):
     """The checkpoint to start from; default: none."""
     no_load_optim: bool = False
     """Whether the optimizer's states are left out when loading; default false."""
+
+
+class Recompute(Section):
+    """What is computed again in backward (2026 layout)."""
+
+    unknown: ClassVar[Literal["error", "warn"]] = "error"
+
+    mode: SkipValidation[Literal["None", "full", "select"] | None] = None
+    """Mode "full" for whole layers, "select" for operators, "None" for nothing; default nothing."""
+    full_recompute_layer: SkipValidation[LayerSpecs | None] = None
+    """The layers of mode full, such as ["0-19", "25"]; default: none."""
+    select_module: SkipValidation[dict[str, LayerSpecs] | None] = None
+    """The operators of mode select: a regular expression of the whole path, and its layers; default: none."""
+    exclude_op: SkipValidation[dict[str, LayerSpecs] | None] = None
+    """Operators that are never recomputed, written as `select_module`; default: none."""
+
+
+class RecomputeComm(Section):
+    """Collectives that are issued again in backward (2026 layout)."""
+
+    unknown: ClassVar[Literal["error", "warn"]] = "error"
+
+    enable: SkipValidation[bool] = False
+    """Whether collectives are repeated; default false."""
+    select_module: SkipValidation[dict[str, LayerSpecs] | None] = None
+    """The modules: a regular expression of the whole path, and its layers; default: none."""
+
+
+class SwapSpec(Section):
+    """Layers, or operators of layers, that are swapped (2026 layout)."""
+
+    unknown: ClassVar[Literal["error", "warn"]] = "error"
+
+    op_name: str | list[str] | None = None
+    """The operator: a regular expression of the whole path; only in `op_swap`."""
+    backward_prefetch: Count = 1
+    """How many layers before its use a tensor's way back begins; default 1."""
+    layers: bool | LayerSpecs = True
+    """The layers, such as [0, 3] or ["0-19"]; true for all."""
+    tier: Literal["host", "disk"] = "host"
+    """Where tensors wait; an addition of lowtide; default host."""
+
+
+class Swap(Section):
+    """What waits on the host between forward and backward (2026 layout)."""
+
+    unknown: ClassVar[Literal["error", "warn"]] = "error"
+
+    enable: SkipValidation[bool] = False
+    """Whether activations are swapped; default false."""
+    default_prefetch: SkipValidation[Count] = 1
+    """How many layers before its use a tensor's way back begins; below the number of layers; default 1."""
+    layer_swap: SkipValidation[list[SwapSpec] | SwapSpec | None] = None
+    """Layers that are swapped; default: none."""
+    op_swap: SkipValidation[list[SwapSpec] | SwapSpec | None] = None
+    """Operators that are swapped; default: none."""

@@ -1,37 +1,40 @@
-"""Reads one section: checks each value against its field and reports what is wrong in plain words."""
+"""Reads one section: its names and verdicts here, its values by pydantic; what is wrong is told in plain words."""
 
 import difflib
-import math
 from collections.abc import Iterable
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
-from lowtide.config.problem import Problems, nearest
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from lowtide.config.problem import Problem, Problems, nearest
 from lowtide.config.schema.catalogue import SECTIONS
 from lowtide.config.schema.field import (
-    Elsewhere,
     NoEffect,
-    Range,
     Refused,
     Section,
-    Size,
     Ways,
     branches,
     exactly,
-    field_names,
+    fields_of,
+    handed_on,
+    known_names,
+    validator,
     ways_of,
 )
-from lowtide.config.schema.wording import expected, found, label, number, shown, spelling, supported
-from lowtide.units import parse_bytes
+from lowtide.config.schema.wording import BOUNDS, complaint, found, label, shown
 
-__all__ = ["known_names", "mapping_error", "read_section", "report_unknown", "slip"]
+__all__ = ["mapping_error", "read_section", "report_unknown", "slip"]
 
 Path = tuple[str | int, ...]
 AnySection = TypeVar("AnySection", bound=Section)
 
-BROKEN: Final = object()
-"""Stands for a value that was reported and is not to be used."""
 MOST_UNKNOWN = 20
 """Unknown keys of one section that are reported one by one; comparing names is slow."""
+MOST_SECTIONS = 1000
+"""The longest list of sections; reading one is slow."""
+MOST_ERRORS = 20
+"""Errors in a list of sections after which the rest of the list is left unread."""
 CLOSE = 0.85
 """How alike two names must be for one to be a slip of the pen for the other."""
 
@@ -39,52 +42,130 @@ CLOSE = 0.85
 def read_section(section: type[AnySection], value: object, path: Path, problems: Problems) -> AnySection:
     """Read ``value`` as a ``section``; whatever is wrong is reported, and its default used instead."""
     if value is None:
-        return section()
+        return section.model_construct()
     if not isinstance(value, dict):
         mapping_error(value, path, problems)
-        return section()
-    fields = set(field_names(section))
+        return section.model_construct()
+    errors, warnings = len(problems.errors), len(problems.warnings)
+    keys = _names(section, value, path, problems)
     values: dict[str, Any] = {}
-    given: dict[str, str] = {}
+    for name, key in keys.items():
+        ways = ways_of(section, name)
+        if handed_on(ways):
+            values[name] = value[key]
+        elif value[key] is not None:  # `key:` with nothing after it leaves the default
+            values[name] = _inside(ways, value[key], (*path, key), problems)
+    result = _validate(section, values, {name: (*path, key) for name, key in keys.items()}, problems)
+    _sort(problems.errors, errors, value, len(path))
+    _sort(problems.warnings, warnings, value, len(path))
+    return result
+
+
+def _names(section: type[Section], value: dict[Any, Any], path: Path, problems: Problems) -> dict[str, str]:
+    """The fields that ``value`` sets, each with the key that sets it; other keys are reported."""
+    fields = fields_of(section)
+    keys: dict[str, str] = {}
     unknown: list[Any] = []
-    for key, item in value.items():
+    for key in value:
         name = section.aliases.get(key, key) if isinstance(key, str) else key
         if name not in fields:
             unknown.append(key)
-            continue
-        if name in given:
-            _same_setting(value, given[name], key, path, problems)
-            continue
-        given[name] = key
-        result = _field(ways_of(section, name), getattr(section, name), item, (*path, key), problems)
-        if result is not BROKEN:
-            values[name] = result
+        elif name in keys:
+            _same_setting(value, keys[name], key, path, problems)
+        else:
+            keys[name] = key
     if unknown:
         report_unknown(unknown, known_names(section), path, problems, strict=section.unknown == "error")
-    return section(**values)
+    return keys
 
 
-def known_names(section: type[Section]) -> list[str]:
-    """Every name a section takes, aliases too."""
-    return [*field_names(section), *section.aliases]
+def _inside(ways: Ways, value: Any, path: Path, problems: Problems) -> Any:
+    """``value`` with the sections inside it read, each with its own names and verdicts.
 
-
-def _field(ways: Ways, default: object, value: object, path: Path, problems: Problems) -> Any:
-    notes = {id(note): note for _, more in ways for note in more}.values()
-    if any(isinstance(note, Elsewhere) for note in notes):
+    Pydantic takes a section that was read as it is.
+    """
+    if isinstance(value, dict):
+        sections = _sections(ways)
+        return read_section(sections[0], value, path, problems) if sections else value
+    if not isinstance(value, (list, tuple)):
         return value
-    if value is None:  # `key:` with nothing after it leaves the default
-        return BROKEN
-    result = _value(ways, value, path, problems)
-    if result is BROKEN:
-        return BROKEN
-    for note in notes:
+    items = _items(ways)
+    if not _sections(items):
+        return list(value)
+    if len(value) > MOST_SECTIONS:
+        problems.error(path, f"{label(path)} must have at most {MOST_SECTIONS:,} entries, found {len(value):,}")
+        return []
+    result = []
+    before = len(problems.errors)
+    for index, item in enumerate(value):
+        if len(problems.errors) - before >= MOST_ERRORS:
+            break
+        result.append(_inside(items, item, (*path, index), problems))
+    return result
+
+
+def _sections(ways: Ways) -> list[type[Section]]:
+    return [base for base, _ in ways if isinstance(base, type) and issubclass(base, Section)]
+
+
+def _items(ways: Ways) -> Ways:
+    """The ways the elements of a list may be written."""
+    kinds: list[tuple[Any, Any]] = [(get_origin(base), base) for base, _ in ways]
+    return tuple(way for origin, base in kinds if origin is list for way in branches(get_args(base)[0]))
+
+
+def _validate(
+    section: type[AnySection], values: dict[str, Any], paths: dict[str, Path], problems: Problems
+) -> AnySection:
+    """The section that pydantic makes of ``values``, but for those it rejects and those that are refused.
+
+    Each value is validated by its own field: building the validator of a whole section takes longer than reading a
+    file, and files set few of its fields.
+    """
+    good = {}
+    for name, value in values.items():
+        ways = ways_of(section, name)
+        if not handed_on(ways) and not isinstance(value, Section):
+            try:
+                value = validator(section, name).validate_python(value)
+            except ValidationError as error:
+                _report(ways, error.errors(include_url=False), paths[name], problems)
+                continue
+        if _honoured(section, name, values[name], paths[name], problems):
+            good[name] = value
+    return section.model_construct(**good)
+
+
+def _report(ways: Ways, details: list[ErrorDetails], path: Path, problems: Problems) -> None:
+    """Report what is wrong with one field, once.
+
+    A value that may be written in several ways is wrong in each of them; the way that it was meant for is the one that
+    pydantic followed furthest: into a list, or up to a bound.
+    """
+    detail = max(details, key=lambda one: (len(_places(one)), one["type"] in BOUNDS))
+    for place in _places(detail):
+        ways, path = _items(ways), (*path, place)
+    message, hint = complaint(ways, detail)
+    problems.error(path, f"{label(path)} {message}", hint)
+
+
+def _places(detail: ErrorDetails) -> list[int]:
+    """Where in a list, or a list of lists, an error is; what else pydantic gives names the way it followed."""
+    return [part for part in detail["loc"] if isinstance(part, int)]
+
+
+def _honoured(section: type[Section], name: str, value: object, path: Path, problems: Problems) -> bool:
+    """Whether a value of the right type is used; a verdict on it is reported."""
+    ways = ways_of(section, name)
+    if handed_on(ways):
+        return True
+    for note in {id(note): note for _, notes in ways for note in notes}.values():
         if isinstance(note, Refused) and note.when(value):
             problems.error(path, f"{label(path)} is {found(value)}: {note.reason}", note.instead)
-            return BROKEN
-        if isinstance(note, NoEffect) and _matters(note, default, value):
+            return False
+        if isinstance(note, NoEffect) and _matters(note, fields_of(section)[name].default, value):
             problems.warn(path, f"{label(path)} is accepted and has no effect here: {note.reason}")
-    return result
+    return True
 
 
 def _matters(note: NoEffect, default: object, value: object) -> bool:
@@ -94,100 +175,11 @@ def _matters(note: NoEffect, default: object, value: object) -> bool:
     return not exactly(*usual)(value)
 
 
-def _value(ways: Ways, value: object, path: Path, problems: Problems) -> Any:
-    """Check one value, elements of lists and mappings included; at most one error comes of a plain value."""
-    for base, notes in ways:
-        if _fits(base, notes, value):
-            return _branch(base, notes, value, path, problems)
-    choices = [str(one) for base, notes in ways for one in supported(base, notes)]
-    hint = spelling(ways, value)
-    if not hint and choices and isinstance(value, str):
-        close = nearest(value, choices, count=1)
-        hint = f"did you mean {close[0]}?" if close else ""
-    problems.error(path, f"{label(path)} must be {expected(ways)}, found {found(value)}", hint)
-    return BROKEN
-
-
-def _fits(base: Any, notes: tuple[Any, ...], value: object) -> bool:
-    if any(isinstance(note, Size) for note in notes):
-        return type(value) in (int, str)
-    if base is Any:
-        return True
-    origin = get_origin(base)
-    if origin is Literal:
-        return exactly(*get_args(base))(value)
-    if origin is list:
-        return isinstance(value, (list, tuple))
-    if origin is dict or issubclass(base, Section):
-        return isinstance(value, dict)
-    return type(value) is base or (base is float and type(value) is int)
-
-
-def _branch(base: Any, notes: tuple[Any, ...], value: Any, path: Path, problems: Problems) -> Any:
-    for note in notes:
-        if isinstance(note, Size):
-            return _size(value, path, problems)
-    if base is Any or base is bool or base is str:
-        return value
-    origin = get_origin(base)
-    if origin is Literal:
-        return value
-    if origin is list:
-        return _list(branches(get_args(base)[0]), value, path, problems)
-    if origin is dict:
-        return value
-    if issubclass(base, Section):
-        return read_section(base, value, path, problems)
-    return _number(base, notes, value, path, problems)
-
-
-def _list(ways: Ways, value: Iterable[object], path: Path, problems: Problems) -> Any:
-    result = []
-    for index, item in enumerate(value):
-        read = _value(ways, item, (*path, index), problems)
-        if read is BROKEN:  # one error says enough, and a long list would give thousands
-            return BROKEN
-        result.append(read)
-    return result
-
-
-def _number(base: type, notes: tuple[Any, ...], value: float, path: Path, problems: Problems) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        problems.error(path, f"{label(path)} must be a finite number, found {number(value)}", "write a plain number")
-        return BROKEN
-    for note in notes:
-        if not isinstance(note, Range):
-            continue
-        low, high = note.low, note.high
-        wrong = ""
-        if low is not None and (value <= low if note.open_low else value < low):
-            wrong = f"above {low:g}" if note.open_low else f"at least {low}"
-        elif high is not None and value > high:
-            wrong = f"at most {high:,}" if isinstance(high, int) else f"at most {high:g}"
-        if wrong:
-            problems.error(path, f"{label(path)} must be {wrong}, found {number(value)}")
-            return BROKEN
-    try:
-        return base(value)
-    except OverflowError:
-        problems.error(path, f"{label(path)} is too large: {number(value)}", "write a smaller number")
-        return BROKEN
-
-
-def _size(value: str | int, path: Path, problems: Problems) -> Any:
-    try:
-        if isinstance(value, str) and len(value) > 40:
-            raise ValueError("it is too long")
-        size = parse_bytes(value)
-    except (ValueError, OverflowError):
-        problems.error(
-            path, f'{label(path)} must be a size such as "58GB", found {found(value)}', 'write "58GB" or "24GiB"'
-        )
-        return BROKEN
-    if not 0 < size < 2**63:
-        problems.error(path, f"{label(path)} must be above 0 and below 2^63 bytes, found {found(value)}")
-        return BROKEN
-    return size
+def _sort(found: list[Problem], start: int, value: dict[Any, Any], depth: int) -> None:
+    """Put the problems of a section into the order of its keys."""
+    if len(found) - start > 1:
+        order = {key: place for place, key in enumerate(value)}
+        found[start:] = sorted(found[start:], key=lambda one: order.get(one.path[depth], len(order)))
 
 
 def _same_setting(value: dict[str, Any], first: str, second: str, path: Path, problems: Problems) -> None:

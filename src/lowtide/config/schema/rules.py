@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lowtide.config.problem import Problems
-from lowtide.config.schema.field import replace
 from lowtide.config.schema.wording import found
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def check_rules(settings: Settings, document: dict[str, Any], problems: Problems
                 "set the number of micro batches with `parallel_config.micro_batch_num`",
             )
             settings = settings.with_section(
-                "runner_config", replace(settings.runner_config, gradient_accumulation_steps=1)
+                "runner_config", settings.runner_config.model_copy(update={"gradient_accumulation_steps": 1})
             )
     if "parallel_config" in sections:
         _parallel_config(settings, problems)

@@ -1,10 +1,10 @@
 """How long and how a step is run: ``runner_config`` and ``runner_wrapper``."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
-from lowtide.config.schema.field import Count, Index, NoEffect, NotNegative, Positive, Range, Refused, Section, exactly
+from pydantic import Field
+
+from lowtide.config.schema.field import Count, Index, NoEffect, NotNegative, Positive, Refused, Section, exactly
 
 __all__ = ["LossScale", "RunnerConfig", "RunnerWrapper"]
 
@@ -20,9 +20,9 @@ class RunnerConfig(Section):
     """Samples of one data-parallel rank in one micro step; default 1."""
     sink_mode: Annotated[bool, NoEffect("steps are issued one by one", harmless=(False,))] = False
     """Several steps in one call of the host; default false."""
-    sink_size: Annotated[int, Range(-1), NoEffect("steps are issued one by one", harmless=(1, -1))] = 1
+    sink_size: Annotated[int, Field(ge=-1), NoEffect("steps are issued one by one", harmless=(1, -1))] = 1
     """Steps in one call of the host; default 1."""
-    gradient_accumulation_steps: Annotated[int, Range(1, 1_000_000)] = 1
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Micro steps whose gradients are averaged before the optimizer's step; default 1."""
     stop_step: Index | None = None
     """The step after which training ends early; default: none."""
@@ -44,7 +44,7 @@ class LossScale(Section):
     """How the scale changes; default DynamicLossScaleUpdateCell."""
     loss_scale_value: Positive = 65536.0
     """The scale of the first step; default 65536."""
-    scale_factor: Annotated[float, Range(1, open_low=True)] = 2.0
+    scale_factor: Annotated[float, Field(gt=1)] = 2.0
     """An overflow divides the scale by it, a window without overflow multiplies it; default 2."""
     scale_window: Count = 1000
     """Steps without overflow after which the scale grows; default 1000."""

@@ -14,8 +14,8 @@ from lowtide.config.schema.catalogue import (
     Layout,
     section_class,
 )
-from lowtide.config.schema.field import Section
-from lowtide.config.schema.reader import known_names, mapping_error, read_section, report_unknown, slip
+from lowtide.config.schema.field import Section, known_names
+from lowtide.config.schema.reader import mapping_error, read_section, report_unknown, slip
 from lowtide.config.schema.settings import Settings
 from lowtide.config.schema.wording import found, label, shown
 
@@ -151,28 +151,30 @@ def _read_model(document: dict[str, Any], layout: Layout, sections: dict[str, Se
             flat.pop("model_config", None)
         sections["model"] = read_section(ModelConfig, flat, ("model",), problems)
         return
-    path: tuple[str, ...] = ("model_config",)
     if isinstance(model, dict):
-        outer = {key: item for key, item in model.items() if key != "model_config"}
         inner = model.get("model_config")
         names = set(known_names(ModelConfig))
-        for key in [key for key in outer if key in names]:
-            del outer[key]
+        outer = {key: item for key, item in model.items() if key not in names}
+        for key in [key for key in model if key in names]:
             problems.error(
                 ("model", key), f"{shown(key)} is a key of `model.model_config`", _below("model_config", key), key=True
             )
-        sections["model_section"] = read_section(ModelSection, outer, ("model",), problems)
-        if inner is not None and config is not None:
-            problems.error(
-                ("model_config",),
-                "`model_config` and `model.model_config` are two places for one section",
-                "keep one of them",
-                key=True,
-            )
+        if inner is not None and not isinstance(inner, dict):
+            mapping_error(inner, ("model", "model_config"), problems)
+            del outer["model_config"]
+        section = read_section(ModelSection, outer, ("model",), problems)
+        sections["model_section"] = section
         if inner is not None:
-            config, path = inner, ("model", "model_config")
-    if config is not None:
-        sections["model"] = read_section(ModelConfig, config, path, problems)
+            sections["model"] = section.config
+    if config is not None and "model" in sections:
+        problems.error(
+            ("model_config",),
+            "`model_config` and `model.model_config` are two places for one section",
+            "keep one of them",
+            key=True,
+        )
+    elif config is not None:
+        sections["model"] = read_section(ModelConfig, config, ("model_config",), problems)
 
 
 def _read_callbacks(document: dict[str, Any], problems: Problems) -> tuple[Callback, ...]:

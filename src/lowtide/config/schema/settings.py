@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from lowtide.config.schema.callbacks import Callback
     from lowtide.config.schema.context import Context
     from lowtide.config.schema.dataset import Processor, TrainDataset, TrainDatasetTask
-    from lowtide.config.schema.memory import Recompute, RecomputeComm, RecomputeConfig, Swap, SwapConfig
+    from lowtide.config.schema.memory import RecomputeConfig, SwapConfig
     from lowtide.config.schema.model import ModelConfig, ModelSection
     from lowtide.config.schema.moe import MoEConfig
     from lowtide.config.schema.optimizer import GroupedLrSchedule, LrSchedule, Optimizer
     from lowtide.config.schema.parallel import Parallel, ParallelConfig
-    from lowtide.config.schema.pynative import Checkpoint, Parallelism, Training
+    from lowtide.config.schema.pynative import Checkpoint, Parallelism, Recompute, RecomputeComm, Swap, Training
     from lowtide.config.schema.runner import RunnerConfig, RunnerWrapper
     from lowtide.config.schema.top_level import TopLevel, Trainer
 
@@ -55,7 +55,7 @@ class Settings:
         return frozenset(self._sections)
 
     def _get(self, name: str, section: type[AnySection]) -> AnySection:
-        return cast(AnySection, self._sections.get(name)) if name in self._sections else section()
+        return cast(AnySection, self._sections.get(name)) if name in self._sections else section.model_construct()
 
     @cached_property
     def top_level(self) -> TopLevel:
@@ -187,21 +187,21 @@ class Settings:
     @cached_property
     def recompute(self) -> Recompute:
         """What is computed again in backward (2026); values as written."""
-        from lowtide.config.schema.memory import Recompute
+        from lowtide.config.schema.pynative import Recompute
 
         return self._get("recompute", Recompute)
 
     @cached_property
     def recompute_comm(self) -> RecomputeComm:
         """Collectives issued again in backward (2026); values as written."""
-        from lowtide.config.schema.memory import RecomputeComm
+        from lowtide.config.schema.pynative import RecomputeComm
 
         return self._get("recompute_comm", RecomputeComm)
 
     @cached_property
     def swap(self) -> Swap:
         """What waits on the host between forward and backward (2026); values as written."""
-        from lowtide.config.schema.memory import Swap
+        from lowtide.config.schema.pynative import Swap
 
         return self._get("swap", Swap)
 

@@ -1,10 +1,8 @@
 """The keys that stand in no section, and ``trainer``."""
 
-from __future__ import annotations
+from typing import Annotated, Literal
 
-from typing import Annotated, Any, Literal
-
-from lowtide.config.schema.field import Count, Index, NoEffect, Refused, Section, Seed, exactly
+from lowtide.config.schema.field import Count, Free, Index, NoEffect, Refused, Section, Seed, exactly
 
 __all__ = ["TopLevel", "Trainer"]
 
@@ -87,15 +85,15 @@ class TopLevel(Section):
     """Whether the profile holds collectives; default false."""
     profiler_level: Annotated[int | str, NoEffect(PROFILER)] | None = None
     """How much the reference profiles; default: unset."""
-    monitor_config: Annotated[dict[str, Any], NoEffect("norms are logged with the loss")] | None = None
+    monitor_config: Annotated[Free, NoEffect("norms are logged with the loss")] | None = None
     """What the reference's state monitor logs; default: unset."""
-    eval_dataset: Annotated[dict[str, Any], NoEffect("only training data is read")] | None = None
+    eval_dataset: Annotated[Free, NoEffect("only training data is read")] | None = None
     """The data of an evaluation; default: unset."""
-    eval_dataset_task: Annotated[dict[str, Any], NoEffect("only training data is read")] | None = None
+    eval_dataset_task: Annotated[Free, NoEffect("only training data is read")] | None = None
     """What the data of an evaluation is used for; default: unset."""
     pet_config: (
         Annotated[
-            dict[str, Any],
+            Free,
             Refused("adapters such as LoRA are not supported", "remove the section to train all weights"),
         ]
         | None

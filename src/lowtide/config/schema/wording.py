@@ -3,11 +3,21 @@
 import math
 from typing import Any, Literal, get_args, get_origin
 
-from lowtide.config.schema.field import Refused, Section, Size, Ways, branches
+from pydantic_core import ErrorDetails
 
-__all__ = ["expected", "found", "label", "shown", "spelling", "supported"]
+from lowtide.config.problem import nearest
+from lowtide.config.schema.field import SIZE, Refused, Section, Ways, branches
+
+__all__ = ["BOUNDS", "complaint", "found", "label", "shown"]
 
 LONGEST = 60
+BOUNDS = {
+    "greater_than_equal": "at least",
+    "greater_than": "above",
+    "less_than_equal": "at most",
+    "finite_number": "finite",
+}
+"""What pydantic says of a number that is of the right type and still wrong, in plain words."""
 
 
 def shown(text: object) -> str:
@@ -54,7 +64,34 @@ def number(value: int | float) -> str:
     return f"{'-' if value < 0 else ''}2^{abs(value).bit_length() - 1} or more"
 
 
-def expected(ways: Ways) -> str:
+def complaint(ways: Ways, detail: ErrorDetails) -> tuple[str, str]:
+    """What pydantic found wrong, after the name of the place, and what to write instead.
+
+    ``ways`` are the ways that the value at that place may be written.
+    """
+    value, kind = detail["input"], detail["type"]
+    if kind == "finite_number":
+        return f"must be a finite number, found {number(value)}", "write a plain number"
+    if kind in BOUNDS and _is_size(ways):
+        return f"must be above 0 and below 2^63 bytes, found {found(value)}", ""
+    if kind in BOUNDS:
+        (bound,) = detail["ctx"].values()
+        return f"must be {BOUNDS[kind]} {bound:{',' if isinstance(bound, int) else 'g'}}, found {number(value)}", ""
+    if kind == "float_type" and type(value) is int:
+        return f"is too {'large' if value > 0 else 'small'}: {number(value)}", "write a plain number"
+    hint = _spelling(ways, value)
+    choices = [str(one) for base, notes in ways for one in _supported(base, notes)]
+    if not hint and choices and isinstance(value, str):
+        close = nearest(value, choices, count=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+    return f"must be {_expected(ways)}, found {found(value)}", hint
+
+
+def _is_size(ways: Ways) -> bool:
+    return any(SIZE in notes for _, notes in ways)
+
+
+def _expected(ways: Ways) -> str:
     """What a field takes: ``a whole number or a list of text``."""
     words: list[str] = []
     for base, notes in ways:
@@ -65,11 +102,11 @@ def expected(ways: Ways) -> str:
 
 
 def _word(base: Any, notes: tuple[Any, ...]) -> str:
-    if any(isinstance(note, Size) for note in notes):
+    if SIZE in notes:
         return 'a size such as "58GB"'
     origin = get_origin(base)
     if origin is Literal:
-        values = supported(base, notes)
+        values = _supported(base, notes)
         return f"one of {', '.join(str(value) for value in values)}" if len(values) > 1 else f'"{values[0]}"'
     if origin is list:
         items = {bool: "true and false", int: "whole numbers", float: "numbers", str: "texts"}
@@ -82,15 +119,17 @@ def _word(base: Any, notes: tuple[Any, ...]) -> str:
     return names.get(base, "a value")
 
 
-def supported(base: Any, notes: tuple[Any, ...]) -> list[Any]:
+def _supported(base: Any, notes: tuple[Any, ...]) -> list[Any]:
     """The choices of a field that has some, but for those that are refused."""
     origin: Any = get_origin(base)
     choices = get_args(base) if origin is Literal else ()
     return [one for one in choices if not any(isinstance(note, Refused) and note.when(one) for note in notes)]
 
 
-def spelling(ways: Ways, value: object) -> str:
+def _spelling(ways: Ways, value: object) -> str:
     """What to write instead of ``value``, where that can be guessed."""
+    if _is_size(ways):
+        return 'write "58GB" or "24GiB"'
     kinds = {base for base, _ in ways}
     if isinstance(value, str):
         text = value.strip()

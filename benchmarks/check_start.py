@@ -1,0 +1,99 @@
+"""How long ``lowtide check`` takes from the shell, against Python importing the same third-party packages.
+
+    python benchmarks/check_start.py --json
+
+Three commands, interleaved, best of several rounds: ``lowtide check`` on an example of the MindSpore
+Transformers guide; ``python -c`` that only imports the third-party packages which that check loads;
+and bare ``python -c pass``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "llama_48_layers.yaml"
+PACKAGES = {
+    "annotated_types",
+    "click",
+    "pydantic",
+    "pydantic_core",
+    "rich",
+    "ruamel",
+    "shellingham",
+    "typer",
+    "typing_extensions",
+    "typing_inspection",
+}
+
+LIST = """
+import sys
+from lowtide.cli.main import app
+try:
+    app(["check", sys.argv[1]])
+except SystemExit:
+    pass
+sys.stderr.write("\\n" + " ".join(name for name in sys.modules if name != "__main__"))
+"""
+
+
+def environment() -> dict[str, str]:
+    """Bytecode is cached, as for any user after the first run."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+
+def loaded_modules() -> list[str]:
+    """Every module that is there after a check."""
+    command = [sys.executable, "-c", LIST, str(EXAMPLE)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    return printed.stderr.splitlines()[-1].split()
+
+
+def seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, env=environment())
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    arguments = parser.parse_args()
+    rounds = 5 if arguments.quick else 25
+    modules = loaded_modules()
+    third_party = sorted({name.partition(".")[0] for name in modules} & PACKAGES)
+    imported = [name for name in modules if name.partition(".")[0] in third_party]
+    commands = {
+        "check": [sys.executable, "-m", "lowtide", "check", str(EXAMPLE)],
+        "imports": [sys.executable, "-c", "import " + ", ".join(imported)],
+        "bare": [sys.executable, "-c", "pass"],
+    }
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(rounds + 1):
+        for name, command in commands.items():
+            times[name].append(seconds(command))
+    best = {name: min(values[1:]) for name, values in times.items()}  # the first round fills caches
+    result = {
+        "ratio": round(best["check"] / best["imports"], 3),
+        "check_s": round(best["check"], 4),
+        "imports_s": round(best["imports"], 4),
+        "bare_s": round(best["bare"], 4),
+        "packages": third_party,
+        "torch_imported": "torch" in modules,
+        "rounds": rounds,
+    }
+    for name, value in result.items():
+        sys.stderr.write(f"{name:>16}  {value}\n")
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

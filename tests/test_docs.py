@@ -1,0 +1,54 @@
+"""The Python of the README and the docs runs, and the YAML of the docs is accepted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lowtide.config.check import check_text
+from lowtide.operators.names import layer_operators
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_runs_from_top_to_bottom(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), space)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_of_a_page_is_accepted(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        if block.startswith("#"):  # a comment line for an editor
+            continue
+        overrides = {}
+        if "recompute:" in block and "full_recompute_layer" not in block:
+            overrides = {
+                ("model", "model_config"): {"num_layers": 48, "pp_interleave_num": 2, "offset": OFFSET},
+                ("parallel_config",): {"pipeline_stage": 5, "micro_batch_num": 5},
+            }
+        elif "swap_config" in block:
+            overrides = {("model", "model_config", "num_layers"): 4}
+        result = check_text(block, layer_operators, overrides)
+        assert result.ok, result.as_json()["errors"]
+
+
+OFFSET = [[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_example_is_accepted(file: Path) -> None:
+    result = check_text(file.read_text(encoding="utf-8"), layer_operators)
+    assert result.ok, result.as_json()["errors"]
+    assert result.policy is not None
