@@ -35,7 +35,7 @@ NAMES = [
 
 COMMANDS = {
     "": ["--version"],
-    "check": ["--json", "--no-color", "--set", "FILE..."],
+    "check": ["--json", "--no-color", "--set", "FILE"],
     "convert": ["--json", "--output", "--set", "--to", "-o", "FILE"],
     "schema": ["--json", "--output", "-o"],
 }

@@ -1,5 +1,5 @@
 """``python -m lowtide``."""
 
-from lowtide.cli.main import app
+from lowtide.cli.entry import run
 
-app()
+run()

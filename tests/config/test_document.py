@@ -98,7 +98,7 @@ def bomb(levels: int) -> str:
 def test_size_depth_and_aliases_are_bounded(text: str, words: str) -> None:
     start = time.perf_counter()
     assert words in error(text).message
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < 5.0  # a bound on cost, with room for a busy machine
 
 
 def test_a_file_that_cannot_be_read_is_an_error_not_a_traceback(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lowtide.config.document import parse_document
 from lowtide.config.problem import Problem, Problems
 from lowtide.config.schema import Settings, json_schema, read_sections
 from lowtide.config.schema.callbacks import CALLBACKS, IGNORED, OtherCallback
-from lowtide.config.schema.catalogue import SECTIONS, section_class
+from lowtide.config.schema.catalogue import AS_WRITTEN, SECTIONS, section_class
 from lowtide.config.schema.context import Context
 from lowtide.config.schema.dataset import BlendConfig, DataLoader
 from lowtide.config.schema.docstrings import descriptions
@@ -831,3 +831,8 @@ def test_reading_imports_no_unused_sections_and_builds_none() -> None:
     modules, built = done.stdout.splitlines()
     assert not {"model", "moe", "dataset", "optimizer", "callbacks", "document_schema"} & set(modules.split())
     assert built == ""
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_sections_read_elsewhere_list_the_keys_of_their_class(name: str) -> None:
+    assert sorted(AS_WRITTEN[name]) == sorted(section_class(name).model_fields)

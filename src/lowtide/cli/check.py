@@ -9,7 +9,7 @@ import typer
 
 __all__ = ["check", "parse_overrides"]
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="YAML files to check.", show_default=False)]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="YAML files to check.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a file, one a line.")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Print without colours, as on anything but a terminal.")]
 Set = Annotated[

@@ -25,7 +25,7 @@ OperatorNames: TypeAlias = Callable[[Literal["legacy", "mcore"]], tuple[Operator
 """Gives the operators of one layer of a family, to match patterns against where no model is at hand."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Check:
     """What a file means, or what is wrong with it."""
 

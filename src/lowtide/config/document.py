@@ -46,7 +46,7 @@ class Mark(NamedTuple):
     column: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Document:
     """A parsed file: its text, its values, and where each of them stands."""
 
@@ -288,9 +288,11 @@ class _Builder:
         return result
 
 
-_NULL = re.compile(r"~|null|Null|NULL|")
-_TRUE = re.compile(r"true|True|TRUE")
-_FALSE = re.compile(r"false|False|FALSE")
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -309,12 +311,8 @@ def _scalar(event: ScalarEvent, mark: Mark) -> _Node:
             mark, f"the tag {tag} is not allowed", "use plain values: text, numbers, true, false, null, lists, mappings"
         )
     value: object = text
-    if _NULL.fullmatch(text):
-        value = None
-    elif _TRUE.fullmatch(text):
-        value = True
-    elif _FALSE.fullmatch(text):
-        value = False
+    if text in _WORDS:
+        value = _WORDS[text]
     elif _INT.fullmatch(text):
         if len(text) > MAX_DIGITS:
             raise _Stop(mark, f"a number of {len(text)} digits", "no setting needs so many")

@@ -38,7 +38,7 @@ class Problem(NamedTuple):
         }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Problems:
     """Collects every problem of a file, so that all are shown at once."""
 

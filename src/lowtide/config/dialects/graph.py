@@ -44,7 +44,7 @@ _SELECTIONS = (
 _SWITCHES = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class GraphForm:
     """A file of the graph form, normalised."""
 

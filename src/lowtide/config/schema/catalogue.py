@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from lowtide.config.schema.field import Section
 
-__all__ = ["ONLY_2026", "ONLY_GRAPH", "SECTIONS", "TELLS_2026", "TELLS_GRAPH", "Layout", "section_class"]
+__all__ = ["AS_WRITTEN", "ONLY_2026", "ONLY_GRAPH", "SECTIONS", "TELLS_2026", "TELLS_GRAPH", "Layout", "section_class"]
 
 Layout = Literal["graph", "2026"]
 
@@ -38,6 +38,25 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "checkpoint": ("pynative", "Checkpoint"),
 }
 """Each section's module and class; a module is imported when a file has the section."""
+
+AS_WRITTEN: dict[str, tuple[str, ...]] = {
+    "recompute_config": (
+        "recompute",
+        "select_recompute",
+        "select_comm_recompute",
+        "select_recompute_exclude",
+        "select_comm_recompute_exclude",
+        "mp_comm_recompute",
+        "parallel_optimizer_comm_recompute",
+        "recompute_slice_activation",
+    ),
+    "swap_config": ("swap", "default_prefetch", "layer_swap", "op_swap"),
+    "recompute": ("mode", "full_recompute_layer", "select_module", "exclude_op"),
+    "recompute_comm": ("enable", "select_module"),
+    "swap": ("enable", "default_prefetch", "layer_swap", "op_swap"),
+}
+"""The sections whose values are read with the layers at hand, not here, with their keys. Their classes describe them in
+the JSON Schema; a check of a file need not import those."""
 
 TELLS_GRAPH = ("runner_config", "parallel_config", "recompute_config", "swap_config")
 TELLS_2026 = ("training", "parallelism", "recompute", "recompute_comm", "swap")

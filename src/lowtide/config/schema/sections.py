@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.config.problem import Problems, nearest
 from lowtide.config.schema.catalogue import (
+    AS_WRITTEN,
     ONLY_2026,
     ONLY_GRAPH,
     SECTIONS,
@@ -43,6 +44,7 @@ def read_sections(value: Any, problems: Problems) -> Settings:
     loose: dict[str, Any] = {}
     unknown: list[Any] = []
     callbacks: tuple[Callback, ...] = ()
+    written: dict[str, dict[str, Any]] = {}
     done: set[str] = set()  # sections with two names are read at the first
     from lowtide.config.schema.top_level import TopLevel
 
@@ -67,7 +69,15 @@ def read_sections(value: Any, problems: Problems) -> Settings:
             continue
         elif key in SWITCHES and not isinstance(item, dict):
             _switch(key, item, problems)
-        elif mixed or not _misplaced(key, layout, problems):
+        elif not mixed and _misplaced(key, layout, problems):
+            continue
+        elif key in AS_WRITTEN and isinstance(item, dict):
+            known = AS_WRITTEN[key]
+            unknown_keys = [name for name in item if name not in known]
+            if unknown_keys:
+                report_unknown(unknown_keys, list(known), (key,), problems, strict=True)
+            written[key] = {name: value for name, value in item.items() if name in known}
+        else:
             sections[key] = read_section(section_class(key), _without_alias(key, item, document), (key,), problems)
     if loose:
         sections["top_level"] = read_section(TopLevel, loose, (), problems)
@@ -75,7 +85,7 @@ def read_sections(value: Any, problems: Problems) -> Settings:
         _unknown_top_level(unknown, document, problems)
     from lowtide.config.schema.rules import check_rules
 
-    settings = Settings(layout, sections, callbacks)
+    settings = Settings(layout, sections, callbacks, written)
     return check_rules(settings, document, problems)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from lowtide.config.schema.catalogue import Layout
 from lowtide.config.schema.field import Section
@@ -34,28 +34,34 @@ class Settings:
         layout: Layout = "graph",
         sections: dict[str, Section] | None = None,
         callbacks: tuple[Callback, ...] = (),
+        written: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         self.layout: Layout
         """How the file is laid out: MindSpore Transformers' graph mode, or its form of 2026."""
         self.callbacks: tuple[Callback, ...]
         """What happens beside a step, in the file's order."""
         self._sections: dict[str, Section]
-        self.__dict__.update(layout=layout, callbacks=callbacks, _sections=dict(sections or {}))
+        self._written: dict[str, dict[str, Any]]
+        self.__dict__.update(
+            layout=layout, callbacks=callbacks, _sections=dict(sections or {}), _written=dict(written or {})
+        )
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError("Settings are frozen; use with_section(name, section)")
 
     def with_section(self, name: str, section: Section) -> Settings:
         """The same settings with one section changed."""
-        return Settings(self.layout, {**self._sections, name: section}, self.callbacks)
+        return Settings(self.layout, {**self._sections, name: section}, self.callbacks, self._written)
 
     @property
     def present(self) -> frozenset[str]:
         """The sections that the file has."""
-        return frozenset(self._sections)
+        return frozenset(self._sections) | frozenset(self._written)
 
     def _get(self, name: str, section: type[AnySection]) -> AnySection:
-        return cast(AnySection, self._sections.get(name)) if name in self._sections else section.model_construct()
+        if name in self._sections:
+            return cast(AnySection, self._sections[name])
+        return section.model_construct(**self._written.get(name, {}))
 
     @cached_property
     def top_level(self) -> TopLevel:
