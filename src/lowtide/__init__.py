@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowtide.config.check import load_policy
-    from lowtide.errors import ConfigError, LowtideError, PatternError, PolicyError, UnitError, UnmatchedError
+    from lowtide.errors import (
+        ConfigError,
+        LowtideError,
+        ModelError,
+        PatternError,
+        PolicyError,
+        RebuildError,
+        UnitError,
+        UnmatchedError,
+    )
     from lowtide.policy import (
         Catalogue,
         CommRule,
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
         Swap,
         resolve,
     )
+    from lowtide.runtime.apply import Handle, apply
 
 __version__ = "0.1.0.dev0"
 
@@ -34,33 +44,41 @@ __all__ = [
     "CommRule",
     "ConfigError",
     "Decision",
+    "Handle",
     "Keep",
     "LayerPolicy",
     "LowtideError",
+    "ModelError",
     "Operator",
     "Pattern",
     "PatternError",
     "Policy",
     "PolicyError",
+    "RebuildError",
     "Recompute",
     "Resolution",
     "Rule",
     "Swap",
     "UnitError",
     "UnmatchedError",
+    "apply",
     "load_policy",
     "resolve",
 ]
 
 
+_MODULES = {
+    "Handle": "lowtide.runtime.apply",
+    "apply": "lowtide.runtime.apply",
+    "load_policy": "lowtide.config.check",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
-    if name == "load_policy":
-        module = "lowtide.config.check"
-    else:
-        module = "lowtide.errors" if name.endswith("Error") else "lowtide.policy"
-    return getattr(import_module(module), name)
+    default = "lowtide.errors" if name.endswith("Error") else "lowtide.policy"
+    return getattr(import_module(_MODULES.get(name, default)), name)
 
 
 def __dir__() -> list[str]:

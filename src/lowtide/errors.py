@@ -4,9 +4,11 @@
 
     LowtideError
     ├── ConfigError             a configuration file cannot be used
+    ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PolicyError             a Policy cannot be read, or does not fit its model
     │   ├── PatternError        a pattern is not written as the pattern language asks
     │   └── UnmatchedError      a pattern matches nothing in the model
+    ├── RebuildError            what an operator produced cannot be rebuilt exactly
     └── UnitError               a size or a duration cannot be read, such as "24 parsecs"
 
 Every message says what was found, where, what was expected and what to do.
@@ -17,8 +19,10 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "LowtideError",
+    "ModelError",
     "PatternError",
     "PolicyError",
+    "RebuildError",
     "UnitError",
     "UnmatchedError",
 ]
@@ -32,6 +36,10 @@ class ConfigError(LowtideError):
     """A configuration file cannot be used; the message lists every problem with its position."""
 
 
+class ModelError(LowtideError):
+    """A model cannot be understood: it has no layers, or no such module."""
+
+
 class PolicyError(LowtideError):
     """A Policy cannot be read, or does not fit the model it is resolved against."""
 
@@ -42,6 +50,10 @@ class PatternError(PolicyError):
 
 class UnmatchedError(PolicyError):
     """A pattern matches nothing in the model."""
+
+
+class RebuildError(LowtideError):
+    """What a recomputed operator produced cannot be rebuilt exactly."""
 
 
 class UnitError(LowtideError, ValueError):

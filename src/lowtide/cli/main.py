@@ -6,6 +6,7 @@ import typer
 
 from lowtide.cli.check import check
 from lowtide.cli.convert import convert
+from lowtide.cli.operators import operators
 from lowtide.cli.schema import schema
 
 __all__ = ["app"]
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(check)
 app.command()(convert)
+app.command()(operators)
 app.command()(schema)
 
 

@@ -1,0 +1,152 @@
+"""Which operator of a layer is running: follows the calls of leaf modules and of torch functions."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowtide._torch_private import tree_leaves
+
+__all__ = ["CallListener", "CallTracker", "collapse", "tensors_of"]
+
+
+class CallListener(Protocol):
+    """Told about every call of an operator while a layer runs."""
+
+    def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The layer is about to run."""
+
+    def call_begins(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is about to run; ``function`` is the leaf module or the torch function."""
+
+    def call_ends(self, output: Any) -> None:
+        """The operator has run."""
+
+    def layer_ends(self) -> None:
+        """The layer has run, or raised."""
+
+
+class CallTracker:
+    """Hooks on a layer's modules, and a function mode while it runs, that tell a listener about every operator.
+
+    A leaf module's call is one operator, whatever it calls inside. A torch function called directly in the forward of
+    another module is one too, named after the innermost module. The second call of a name is ``name_1``.
+    """
+
+    def __init__(self, layer: nn.Module, listener: CallListener) -> None:
+        self.layer, self.listener = layer, listener
+        self.paths = {module: collapse(name) for name, module in layer.named_modules()}
+        self.leaves = {module for module in self.paths if next(module.children(), None) is None}
+        self.stack: list[nn.Module] = []
+        self.counts: dict[str, int] = {}
+        self.running: object = None
+        self.mode: _Functions | None = None
+        self.handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Start to follow the layer."""
+        for module in self.paths:
+            first = module is self.layer
+            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=first))
+            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Leave the layer as it was."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.stack:
+            if module is not self.layer:
+                return  # called from outside the layer
+            self.counts.clear()
+            self.mode = _Functions(self)
+            self.mode.__enter__()
+            self.listener.layer_begins(args, kwargs)
+        self.stack.append(module)
+        if module in self.leaves and self.running is None:
+            self.running = module
+            self.listener.call_begins(self._number(self.paths[module]), module, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.stack:
+            return
+        if self.running is module:
+            self.running = None
+            self.listener.call_ends(output)
+        self.stack.pop()
+        if not self.stack:
+            self.listener.layer_ends()
+            assert self.mode is not None
+            self.mode.__exit__(None, None, None)
+            self.mode = None
+
+    def _number(self, name: str) -> str:
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        return f"{name}_{count}" if count and "[*]" not in name else name
+
+    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, as an operator if it is one."""
+        name = _function_name(func)
+        if self.running is not None or name is None or not self.stack:
+            return func(*args, **kwargs)
+        path = self.paths[self.stack[-1]]
+        self.running = func
+        self.listener.call_begins(self._number(f"{path}.{name}" if path else name), func, args, kwargs)
+        output = None
+        try:
+            output = func(*args, **kwargs)
+            return output
+        finally:
+            self.running = None
+            self.listener.call_ends(output)
+
+
+class _Functions(TorchFunctionMode):
+    """Hands every torch function to the tracker."""
+
+    def __init__(self, tracker: CallTracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tracker.function(func, args, kwargs or {})
+
+
+_SKIPPED = {"__get__", "__set__", "__len__", "__bool__", "size", "dim", "stride", "numel", "is_floating_point", "item"}
+_REFLECTED = {"add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "mod"}
+
+
+def _function_name(func: Any) -> str | None:
+    """The name users know a function by: ``mul`` for ``Tensor.__mul__``; None for what computes nothing."""
+    name = getattr(func, "__name__", "")
+    if name in _SKIPPED or not name:
+        return None
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = name[1:] if name.startswith("r") and name[1:] in _REFLECTED else name
+    return name.rstrip("_") or name
+
+
+def collapse(name: str) -> str:
+    """Write a module's path as operators have it: a loop over experts is one operator.
+
+    >>> collapse("experts.3.up")
+    'experts[*].up'
+    """
+    parts: list[str] = []
+    for part in name.split("."):
+        if part.isdigit() and parts:
+            parts[-1] += "[*]"
+        else:
+            parts.append(part)
+    return ".".join(parts)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and mappings, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,95 @@
+"""Load a model that a command names, without its weights: from a configuration or from a function."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lowtide.errors import ModelError
+
+__all__ = ["LoadedModel", "load_model"]
+
+
+class LoadedModel(NamedTuple):
+    """A model and what to call it with."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load_model(source: str, *, batch: int = 1, sequence: int = 2048) -> LoadedModel:
+    """Make the model that ``source`` names.
+
+    ``source`` is a directory with a Hugging Face ``config.json`` (needs the ``transformers`` extra), or
+    ``module:function`` or ``file.py:function``; the function returns a model, or a model with the arguments to call it
+    with. Call it inside a ``FakeTensorMode`` and no memory is taken.
+    """
+    if (Path(source) / "config.json").is_file():
+        return _from_configuration(source, batch, sequence)
+    name, colon, attribute = source.rpartition(":")
+    if not colon:
+        raise ModelError(
+            f"{source!r} is neither a directory with a config.json nor module:function;"
+            " write for example ./llama-8b or my_package.models:build"
+        )
+    function = getattr(_module(name), attribute, None)
+    if not callable(function):
+        raise ModelError(f"{name} has no function {attribute!r}")
+    try:
+        made = function()
+    except Exception as error:
+        raise ModelError(f"{source}() failed: {type(error).__name__}: {error}") from error
+    model, *rest = made if isinstance(made, tuple) else (made,)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{source} returned {type(model).__name__}; expected a torch.nn.Module, or one with arguments")
+    if not rest:
+        return LoadedModel(model, *_inputs(model, batch, sequence))
+    args = tuple(rest[0]) if isinstance(rest[0], (tuple, list)) else (rest[0],)
+    return LoadedModel(model, args, dict(rest[1]) if len(rest) > 1 else {})
+
+
+def _from_configuration(source: str, batch: int, sequence: int) -> LoadedModel:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ModelError(
+            "reading a Hugging Face configuration needs transformers: pip install lowtide[transformers]"
+        ) from None
+    config = AutoConfig.from_pretrained(source)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # training keeps no cache of keys and values
+    model = AutoModelForCausalLM.from_config(config).train()
+    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    return LoadedModel(model, (tokens,), {"labels": tokens})
+
+
+def _inputs(model: nn.Module, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Token indices, for a model that has an embedding first; anything else has to bring its arguments."""
+    if any(isinstance(module, nn.Embedding) for module in model.modules()):
+        return (torch.zeros(batch, sequence, dtype=torch.long),), {}
+    names = ", ".join(inspect.signature(model.forward).parameters)
+    raise ModelError(f"return the arguments of forward({names}) with the model: return model, (tensor,)")
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ModelError(f"cannot import {name}: {error}") from None
+    path = Path(name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ModelError(f"there is no file {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

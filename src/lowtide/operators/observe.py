@@ -1,0 +1,253 @@
+"""Watch a layer run once, and know its operators and the owner of every tensor it saves for backward.
+
+An operator is a call of a leaf module (all its internals are one unit) or a torch function called directly in a
+module's forward. A tensor saved for backward belongs to the operator that last wrote its value, looking through views
+and dtype casts. What is derived from parameters alone is static; what comes into the layer belongs to its boundary
+or, if it is not the layer's own input, to the root.
+
+[Note: how owners are found]
+Three watchers run together. Hooks on the layer's modules and a TorchFunctionMode say which operator is running. A
+TorchDispatchMode below them sees every kernel and notes, for each storage, who wrote it last: a new storage by the
+kernel that made it, an old one by the kernel whose schema says that it writes there. A view shares its storage and
+needs no entry. A cast makes a new storage, but the value is its input's: the entry is copied. Factories such as
+``empty`` make a storage without a value and own nothing. Saved-tensor hooks then look the storage up. Storages are
+known by address, and addresses are used again: an entry holds a weak reference and expires with its storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import StorageWeakRef, TorchDispatchMode, storage_key, written_arguments
+from lowtide.operators.calls import CallTracker, tensors_of
+
+__all__ = ["Call", "Observation", "Pack", "Watcher", "observe"]
+
+Source = Literal["operator", "boundary", "root", "static"]
+"""Whose value a tensor is: an operator's of the layer, the layer's input, something from outside, or a parameter's."""
+
+
+class Pack(NamedTuple):
+    """One tensor that autograd saved while the layer ran, in order."""
+
+    operator: str
+    """The operator that was running."""
+    source: Source
+    """Whose value it is."""
+    owner: str
+    """The operator that owns it; empty unless ``source`` is ``operator``."""
+    storage: int
+    """A number for its storage: packs of one storage share it."""
+    storage_bytes: int
+    """The size of the whole storage, which a saved view holds as well."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    movable: bool
+    """False for integers and booleans, which routing depends on and which are always kept."""
+
+
+class Call(NamedTuple):
+    """One call of an operator, in order."""
+
+    name: str
+    """The operator's name inside the layer: ``mlp.act_fn``, ``self_attn.mul_1``."""
+    module: bool
+    """Whether it is a leaf module's call rather than a function's."""
+    reads: tuple[str, ...]
+    """The operators whose values it read, views and casts looked through."""
+    inputs: tuple[tuple[int, int], ...]
+    """The (storage number, bytes) of each tensor it was given that is not static."""
+    writes: bool
+    """Whether it made a value: false for calls that only viewed or cast what they were given."""
+    random: bool
+    """Whether it drew random numbers."""
+    repeatable: bool
+    """False if it wrote into what it was given, or if that was written to afterwards: its call cannot be repeated."""
+
+
+class Observation(NamedTuple):
+    """What one run of a layer showed."""
+
+    calls: tuple[Call, ...]
+    packs: tuple[Pack, ...]
+
+
+class _Origin(NamedTuple):
+    """Whose value a storage holds."""
+
+    source: Source
+    owner: str
+    number: int
+    alive: StorageWeakRef
+
+
+@contextmanager
+def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
+    """Watch ``layer`` while it runs inside this context; the yielded function gives what was seen.
+
+    >>> layer = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+    >>> with observe(layer) as seen:
+    ...     out = layer(torch.ones(2, 4, requires_grad=True))
+    >>> [(pack.operator, pack.source, pack.owner) for pack in seen().packs]
+    [('0', 'boundary', ''), ('0', 'static', ''), ('1', 'operator', '0')]
+    """
+    watcher = Watcher(layer)
+    tracker = CallTracker(layer, watcher)
+    tracker.attach()
+    try:
+        yield watcher.result
+    finally:
+        tracker.detach()
+
+
+class Watcher:
+    """What is known while a layer runs: whose value each storage holds, and what has been saved."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.origins: dict[int, _Origin] = {}
+        self.numbers = 0
+        self.calls: list[_OpenCall] = []
+        self.packs: list[Pack] = []
+        self.open: _OpenCall | None = None
+        self.contexts: list[Any] = []
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            self.learn(tensor, "static", "")
+
+    def result(self) -> Observation:
+        return Observation(tuple(call.close() for call in self.calls), tuple(self.packs))
+
+    # Which operator is running.
+
+    def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls, self.packs = [], []  # a layer that runs twice is known by its last run
+        given = tensors_of((args, kwargs))
+        for tensor in given:
+            self.origin(tensor)
+        for tensor in given[:1]:
+            self.learn(tensor, "boundary", "")
+        self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, _same)]
+        for context in self.contexts:
+            context.__enter__()
+
+    def layer_ends(self) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(None, None, None)
+
+    def call_begins(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.open = _OpenCall(name, isinstance(function, nn.Module))
+        for tensor in tensors_of((args, kwargs)):
+            self.open.read(self.origin(tensor), tensor)
+
+    def call_ends(self, output: Any) -> None:
+        assert self.open is not None
+        self.calls.append(self.open)
+        self.open = None
+
+    # Whose value a storage holds.
+
+    def origin(self, tensor: Tensor) -> _Origin:
+        known = self.origins.get(storage_key(tensor))
+        if known is not None and not known.alive.expired():
+            return known
+        return self.learn(tensor, "root", "")
+
+    def learn(self, tensor: Tensor, source: Source, owner: str) -> _Origin:
+        key = storage_key(tensor)
+        known = self.origins.get(key)
+        number = known.number if known is not None and not known.alive.expired() else self.numbers
+        self.numbers += number == self.numbers
+        origin = _Origin(source, owner, number, StorageWeakRef(tensor.untyped_storage()))
+        self.origins[key] = origin
+        return origin
+
+    def kernel(self, func: Any, given: list[Tensor], made: list[Tensor], changed: list[Tensor]) -> None:
+        """One kernel ran: it was given tensors, made new storages and changed old ones."""
+        name = func._schema.name
+        for tensor in changed:
+            number = self.origin(tensor).number
+            for call in [*self.calls, *([self.open] if self.open else [])]:
+                call.repeatable &= number not in call.inputs
+        if name in _FACTORIES:
+            return
+        origins = [self.origin(tensor) for tensor in given]
+        source: Source = "operator"
+        owner = self.open.name if self.open is not None else ""
+        if name in _CASTS and len(given) == 1 and made and made[0].dtype != given[0].dtype:
+            source, owner = origins[0].source, origins[0].owner
+        elif origins and all(origin.source == "static" for origin in origins):
+            source, owner = "static", ""
+        elif self.open is not None:
+            self.open.writes = True
+        for tensor in [*made, *changed]:
+            self.learn(tensor, source, owner)
+        if self.open is not None and torch.Tag.nondeterministic_seeded in func.tags:
+            self.open.random = True
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        origin = self.origin(tensor)
+        self.packs.append(
+            Pack(
+                self.open.name if self.open is not None else "",
+                origin.source,
+                origin.owner,
+                origin.number,
+                tensor.untyped_storage().nbytes(),
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor.is_floating_point() or tensor.is_complex(),
+            )
+        )
+        return tensor
+
+
+class _OpenCall:
+    """A call as it is being learnt."""
+
+    def __init__(self, name: str, module: bool) -> None:
+        self.name, self.module = name, module
+        self.reads: dict[str, None] = {}
+        self.inputs: dict[int, int] = {}
+        self.writes = self.random = False
+        self.repeatable = True
+
+    def read(self, origin: _Origin, tensor: Tensor) -> None:
+        if origin.source == "operator" and origin.owner:
+            self.reads[origin.owner] = None
+        if origin.source != "static":
+            self.inputs[origin.number] = tensor.untyped_storage().nbytes()
+
+    def close(self) -> Call:
+        inputs = tuple(self.inputs.items())
+        return Call(self.name, self.module, tuple(self.reads), inputs, self.writes, self.random, self.repeatable)
+
+
+class _Kernels(TorchDispatchMode):
+    """Notes who wrote each storage last."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        known = {storage_key(tensor) for tensor in given}
+        result = func(*args, **kwargs)
+        made = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in known]
+        changed = tensors_of(written_arguments(func, args, kwargs))
+        if made or changed:
+            self.watcher.kernel(func, given, made, changed)
+        return result
+
+
+_FACTORIES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_CASTS = {"aten::_to_copy", "aten::to", "aten::type_as"}
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,147 @@
+"""Whole models: unmodified ones of transformers, torch's own encoder, plain modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from lowtide.cli.main import app
+from lowtide.operators.observe import Pack
+from lowtide.operators.survey import Survey, survey
+from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, resolve
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=4, use_cache=False, bos_token_id=1, eos_token_id=2
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+
+
+def surveyed(name: str, *, autocast: bool = False) -> tuple[Survey, nn.Module]:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).train()
+    tokens = torch.randint(3, 64, (2, 8))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return survey(model, lambda: model(tokens, labels=tokens)), model
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_saved_tensor_of_a_transformers_model_has_an_owner(name: str, autocast: bool) -> None:
+    found, _ = surveyed(name, autocast=autocast)
+    (kind,) = found.kinds
+    names = {operator.name for operator in kind.operators}
+    for pack in kind.packs:
+        assert pack.operator
+        assert (pack.owner in names) == (pack.source == "operator")
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_add_up_to_all_that_is_held(name: str, autocast: bool) -> None:
+    """Owned bytes, input, outside, static and kept are each storage exactly once."""
+    (kind,) = surveyed(name, autocast=autocast)[0].kinds
+    total = sum({pack.storage: pack.storage_bytes for pack in kind.packs}.values())
+    owned = sum(operator.owned for operator in kind.operators)
+    assert owned + kind.boundary + kind.root + kind.static + kind.kept == total
+
+
+def test_net_bytes_are_those_of_the_arithmetic() -> None:
+    found, _ = surveyed("llama")
+    bytes_of = {operator.name: operator for operator in found.kinds[0].operators}
+    tokens, hidden, wide = 2 * 8, 32, 64
+    for name in ("mlp.act_fn", "mlp.mul", "mlp.gate_proj", "mlp.up_proj"):
+        assert bytes_of[name].owned == bytes_of[name].net == tokens * wide * 4
+    assert bytes_of["input_layernorm"].owned == tokens * (2 * hidden + 1) * 4
+    assert bytes_of["add"].owned == tokens * hidden * 4
+    assert bytes_of["add"].net == 0  # it would hold its other input instead
+    assert bytes_of["self_attn.add"].net < 0  # rotary: two inputs held for one output
+
+
+def test_layers_of_one_kind_are_one_kind_and_alternating_ones_are_two() -> None:
+    class Block(nn.Module):
+        def __init__(self, activation: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.activation = nn.Linear(4, 4), activation
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.activation(self.linear(x)) * 2 if isinstance(self.activation, nn.SiLU) else self.linear(x).exp()
+
+    model = nn.Sequential(*(Block(nn.SiLU() if index % 2 else nn.GELU()) for index in range(4)))
+    found = survey(model, lambda: model(torch.randn(2, 4, requires_grad=True)))
+    assert len(found.kinds) == 2
+    assert found.kind_of == (0, 1, 0, 1)
+
+
+def test_torchs_own_encoder_is_understood() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    found = survey(model, lambda: model(torch.randn(2, 4, 8, requires_grad=True)))
+    names = [operator.name for operator in found.kinds[0].operators]
+    assert {"linear1", "dropout", "linear2", "norm1", "norm2"} <= set(names)
+    assert any(operator.random for operator in found.kinds[0].operators)
+
+
+def test_a_policy_resolves_against_a_real_model() -> None:
+    found, _ = surveyed("llama")
+    rule = Rule(Pattern(r"mlp\.(act_fn|mul)"), Recompute())
+    resolution = resolve(Policy((LayerPolicy(rules=(rule,)),) * 3), found.catalogue)
+    chosen = [name for name, decision in resolution.layers[1].decisions.items() if decision == Recompute()]
+    assert chosen == ["mlp.act_fn", "mlp.mul"]
+
+
+def test_packs_are_the_same_in_every_step_and_layer_of_a_kind() -> None:
+    def shape(packs: tuple[Pack, ...]) -> list[tuple[Any, ...]]:
+        return [(pack.operator, pack.source, pack.owner, pack.shape, pack.dtype) for pack in packs]
+
+    first, _ = surveyed("llama")
+    second, _ = surveyed("llama")
+    assert shape(first.kinds[0].packs) == shape(second.kinds[0].packs)
+
+
+def test_the_command_lists_operators_with_bytes(tmp_path: Path) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    result = CliRunner().invoke(app, ["operators", str(tmp_path), "--sequence", "16", "--json"])
+    assert result.exit_code == 0, result.output
+    (kind,) = json.loads(result.stdout)["kinds"]
+    owned = {operator["name"]: operator["owned"] for operator in kind["operators"]}
+    assert owned["mlp.mul"] == 16 * 64 * 4
+    result = CliRunner().invoke(app, ["operators", str(tmp_path), "--sequence", "16"], env={"COLUMNS": "120"})
+    assert "mlp.act_fn" in result.stdout
+    assert "no gain" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere", "neither a directory"),
+        ("missing_package:build", "cannot import"),
+        ("torch.nn:Nothing", "no function"),
+        ("missing.py:build", "no file"),
+        ("collections:OrderedDict", "expected a torch.nn.Module"),
+        ("torch.nn:Identity", "return the arguments"),
+        ("torch.nn:Linear", "TypeError"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_an_error_in_words(source: str, words: str) -> None:
+    result = CliRunner().invoke(app, ["operators", source])
+    assert result.exit_code == 1
+    assert words in result.stderr
