@@ -1,0 +1,1 @@
+"""Carries a Policy out on a live model."""

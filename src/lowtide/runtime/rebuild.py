@@ -1,0 +1,229 @@
+"""Rebuild what an operator produced, when backward first needs it.
+
+[Note: rebuilding]
+While a layer with recomputed operators runs, each call of such an operator is captured: the function, its arguments,
+the random state and autocast. Of what the call produced nothing is held. A tensor that autograd wants to save is
+replaced by a reference:
+
+- ``Produced``: an output of a captured call, or a view of one;
+- ``Inside``: a tensor the call itself saved on its way, by its place among all that it saved;
+- ``Cast``: a cast of an output to another dtype, as autocast makes them.
+
+When backward asks for one, the call is repeated from its arguments and everything asked for comes out of that one
+repetition. An argument that another captured call produced is itself a reference, so a chain is rebuilt from its
+start, each call once. A call forgets its results when nothing outstanding needs them.
+
+Values are never guessed: arguments and random state are those of this very call. What a tensor *is* (an output, a
+parameter, something inside) is known from its storage, which is alive while it is being saved, and for casts and
+insides from its place in the layer's learnt list, after comparing operator, dtype and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lowtide._torch_private import StorageWeakRef, autocast_contexts, storage_key, tree_leaves, tree_map
+from lowtide.errors import RebuildError
+from lowtide.operators.calls import tensors_of
+
+__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "Reference", "Registry", "resolve_reference"]
+
+
+class Produced(NamedTuple):
+    """An output of a captured call, seen through a view."""
+
+    call: CapturedCall
+    output: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Inside(NamedTuple):
+    """A tensor that a captured call saved on its way."""
+
+    call: CapturedCall
+    place: int
+
+
+class Cast(NamedTuple):
+    """A cast of an output of a captured call."""
+
+    source: Produced
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+
+Reference: TypeAlias = Produced | Inside | Cast
+
+
+class _Held:
+    """An argument that is held as it is. No tuple: nested values must take it for a leaf."""
+
+    __slots__ = ("requires_grad", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version, self.requires_grad = tensor, tensor._version, tensor.requires_grad
+
+
+class _Referred:
+    """An argument that another captured call produced."""
+
+    __slots__ = ("requires_grad", "source")
+
+    def __init__(self, source: Produced, requires_grad: bool) -> None:
+        self.source, self.requires_grad = source, requires_grad
+
+
+class CapturedCall:
+    """One call of a recomputed operator, ready to be repeated."""
+
+    __slots__ = ("arguments", "autocast", "function", "insides", "name", "outputs", "pending", "random", "wanted")
+
+    def __init__(self, name: str, function: Callable[..., Any], arguments: Any, *, random: bool) -> None:
+        self.name, self.function, self.arguments = name, function, arguments
+        self.autocast = autocast_contexts()
+        self.random = _RandomState(arguments) if random else None
+        self.pending = 0
+        self.wanted: set[tuple[str, int]] = set()
+        self.outputs: dict[int, Tensor] | None = None
+        self.insides: dict[int, Tensor] = {}
+
+    def want(self, kind: str, index: int) -> None:
+        """Something outstanding refers to an output or an inside of this call."""
+        self.pending += 1
+        self.wanted.add((kind, index))
+
+    def output(self, index: int) -> Tensor:
+        self._rebuild()
+        assert self.outputs is not None
+        return self.outputs[index]
+
+    def inside(self, place: int) -> Tensor:
+        self._rebuild()
+        return self.insides[place]
+
+    def release(self) -> None:
+        """One reference was used; with the last one the results go."""
+        self.pending -= 1
+        if self.pending <= 0:
+            self.outputs, self.insides = None, {}
+
+    def _rebuild(self) -> None:
+        if self.outputs is not None:
+            return
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            # Detached: the graph holds this function, which holds the list, which must not hold the graph.
+            saved.append(tensor.detach())
+            return len(saved) - 1
+
+        with ExitStack() as stack:
+            for context in self.autocast():
+                stack.enter_context(context)
+            if self.random is not None:
+                stack.enter_context(torch.random.fork_rng(devices=self.random.devices, device_type=self.random.kind))
+                self.random.restore()
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
+            args, kwargs = tree_map(self._argument, self.arguments)
+            result = self.function(*args, **kwargs)
+        produced = tensors_of(result)
+        self.outputs = {i: produced[i].detach() for kind, i in self.wanted if kind == "output"}
+        self.insides = {i: saved[i] for kind, i in self.wanted if kind == "inside"}
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, _Held):
+            if value.tensor._version != value.version:
+                raise RebuildError(
+                    f"{self.name} cannot be recomputed: one of its inputs was changed in place after it ran"
+                    f" (version {value.tensor._version}, expected {value.version}); keep this operator"
+                )
+            return value.tensor.detach().requires_grad_(value.requires_grad)
+        if isinstance(value, _Referred):
+            tensor = _view(value.source)
+            value.source.call.release()
+            return tensor.detach().requires_grad_(value.requires_grad)
+        return value
+
+
+class Registry:
+    """The outputs of captured calls that are alive while a layer runs, by storage."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[StorageWeakRef, CapturedCall, int, int]] = {}
+
+    def add(self, call: CapturedCall, outputs: list[Tensor], given: set[int]) -> None:
+        """Remember what ``call`` produced; an output that shares an input's storage is no product of its own."""
+        for index, tensor in enumerate(outputs):
+            key = storage_key(tensor)
+            if key not in given:
+                self.entries[key] = (StorageWeakRef(tensor.untyped_storage()), call, index, tensor._version)
+
+    def find(self, tensor: Tensor) -> Produced | None:
+        """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
+        entry = self.entries.get(storage_key(tensor))
+        if entry is None:
+            return None
+        alive, call, index, version = entry
+        if alive.expired() or tensor._version != version:
+            return None
+        return Produced(call, index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a call, with references in place of what captured calls produced."""
+        return tree_map(self._hold, (args, kwargs))
+
+    def _hold(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        source = self.find(value)
+        if source is None:
+            return _Held(value)
+        source.call.want("output", source.output)
+        return _Referred(source, value.requires_grad)
+
+
+def resolve_reference(reference: Reference) -> Tensor:
+    """The tensor that a reference stands for, rebuilt if it is not there."""
+    if isinstance(reference, Inside):
+        tensor = reference.call.inside(reference.place)
+        reference.call.release()
+        return tensor
+    source = reference.source if isinstance(reference, Cast) else reference
+    tensor = _view(source)
+    if isinstance(reference, Cast):
+        tensor = tensor.to(reference.dtype).view(reference.size)
+    source.call.release()
+    return tensor
+
+
+def _view(source: Produced) -> Tensor:
+    return source.call.output(source.output).as_strided(source.size, source.stride, source.offset)
+
+
+class _RandomState:
+    """The random numbers' state before a call, on the host and on the devices of its arguments."""
+
+    def __init__(self, arguments: Any) -> None:
+        held = [leaf.tensor for leaf in tree_leaves(arguments) if isinstance(leaf, _Held)]
+        self.host = torch.get_rng_state()
+        self.devices, self.states = get_device_states(*held)
+        kinds = {tensor.device.type for tensor in held} - {"cpu"}
+        self.kind = kinds.pop() if kinds else "cuda"
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.host)
+        if self.devices:
+            set_device_states(self.devices, self.states, device_type=self.kind)
+
+
+def _never(place: int) -> Tensor:
+    raise RebuildError("a rebuilt graph was run backward")  # it is dropped at once, so nothing can ask
