@@ -34,7 +34,7 @@ def save(terminal: Console, name: str, title: str) -> None:
 
 
 def main() -> None:
-    terminal = console(112)
+    terminal = console(124)
     check = check_file(EXAMPLES / "llama_48_layers.yaml", layer_operators)
     check.document.name = "examples/llama_48_layers.yaml"
     whole = check.log
@@ -49,7 +49,7 @@ def main() -> None:
     print_problems(check, terminal)
     save(terminal, "check", "lowtide check")
 
-    terminal = console(112)
+    terminal = console(124)
     terminal.print(Text("$ lowtide check train.yaml", style="bold"))
     print_problems(check_text(BROKEN, layer_operators, name="train.yaml"), terminal)
     save(terminal, "error", "lowtide check")

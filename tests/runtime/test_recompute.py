@@ -82,7 +82,7 @@ def with_another_way_every_other_step(self: Any, x: Tensor) -> Tensor:
 def with_a_write_in_place(self: Any, x: Tensor) -> Tensor:
     hidden = self.up(x) * 0.1
     hidden = hidden.add_(0.5)
-    return x + self.down(hidden.tanh())
+    return x + self.down(hidden.sin())
 
 
 def with_views_and_pieces(self: Any, x: Tensor) -> Tensor:
@@ -176,6 +176,11 @@ def test_a_kernel_that_fills_its_output_behind_the_dispatcher_is_repeated_as_a_w
     expected, _ = train(with_an_opaque_kernel, None)
     found, _ = train(with_an_opaque_kernel, LayerPolicy(rules=(Rule(Pattern(".*", "path"), Recompute()),)))
     assert same(expected, found)
+
+
+def test_an_operator_that_cannot_be_repeated_is_kept_and_named() -> None:
+    _, handle = train(with_a_write_in_place, recompute("add", "sin"))
+    assert handle.kept == ((0, "add"), (1, "add"), (2, "add"))
 
 
 def test_a_chain_is_rebuilt_together_and_each_call_once() -> None:

@@ -55,6 +55,16 @@ class Handle:
         """The settings that had no effect; known after the first step."""
         return self.resolution.unused if self.resolution is not None else ()
 
+    @property
+    def kept(self) -> tuple[tuple[int, str], ...]:
+        """The (layer, operator) pairs that were to be recomputed and are kept, since their call cannot be repeated."""
+        return tuple(
+            (follower.index, name)
+            for follower in self._followers
+            if isinstance(follower.listener, RecomputingLayer)
+            for name in follower.listener.refused
+        )
+
     def remove(self) -> None:
         """Leave the model as it was."""
         for follower in self._followers:
