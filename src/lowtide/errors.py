@@ -9,6 +9,8 @@
     │   ├── PatternError        a pattern is not written as the pattern language asks
     │   └── UnmatchedError      a pattern matches nothing in the model
     ├── RebuildError            what an operator produced cannot be rebuilt exactly
+    ├── SwapError               a swapped tensor did not come back as it left
+    ├── VerificationError       a run with lowtide differs from the same run without it
     └── UnitError               a size or a duration cannot be read, such as "24 parsecs"
 
 Every message says what was found, where, what was expected and what to do.
@@ -23,8 +25,10 @@ __all__ = [
     "PatternError",
     "PolicyError",
     "RebuildError",
+    "SwapError",
     "UnitError",
     "UnmatchedError",
+    "VerificationError",
 ]
 
 
@@ -54,6 +58,14 @@ class UnmatchedError(PolicyError):
 
 class RebuildError(LowtideError):
     """What a recomputed operator produced cannot be rebuilt exactly."""
+
+
+class SwapError(LowtideError):
+    """A swapped tensor did not come back as it left: a copy or the disk failed, or it was changed in place."""
+
+
+class VerificationError(LowtideError):
+    """A run with lowtide differs from the same run without it, or a tensor came back different."""
 
 
 class UnitError(LowtideError, ValueError):

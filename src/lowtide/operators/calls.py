@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide._torch_private import tree_leaves
 
-__all__ = ["CallListener", "CallTracker", "collapse", "tensors_of"]
+__all__ = ["CallListener", "CallTracker", "Site", "collapse", "tensors_of"]
+
+
+class Site(NamedTuple):
+    """Where in a layer an operator is called, so that this one call can be found again."""
+
+    module: str
+    """The path of the leaf module, or of the innermost module that calls the function."""
+    function: Any = None
+    """The torch function; None for a call of a leaf module."""
+    turn: int = 0
+    """Which call of the function it is while that module runs, all that it calls included."""
 
 
 class CallListener(Protocol):
@@ -18,8 +29,8 @@ class CallListener(Protocol):
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The layer is about to run."""
 
-    def call_begins(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operator is about to run; ``function`` is the leaf module or the torch function."""
+    def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator is about to run."""
 
     def call_ends(self, output: Any) -> None:
         """The operator has run."""
@@ -37,9 +48,11 @@ class CallTracker:
 
     def __init__(self, layer: nn.Module, listener: CallListener) -> None:
         self.layer, self.listener = layer, listener
-        self.paths = {module: collapse(name) for name, module in layer.named_modules()}
+        self.names = {module: name for name, module in layer.named_modules()}
+        self.paths = {module: collapse(name) for module, name in self.names.items()}
         self.leaves = {module for module in self.paths if next(module.children(), None) is None}
         self.stack: list[nn.Module] = []
+        self.turns: list[dict[Any, int]] = []
         self.counts: dict[str, int] = {}
         self.running: object = None
         self.mode: _Functions | None = None
@@ -67,9 +80,10 @@ class CallTracker:
             self.mode.__enter__()
             self.listener.layer_begins(args, kwargs)
         self.stack.append(module)
+        self.turns.append({})
         if module in self.leaves and self.running is None:
             self.running = module
-            self.listener.call_begins(self._number(self.paths[module]), module, args, kwargs)
+            self.listener.call_begins(self._number(self.paths[module]), Site(self.names[module]), args, kwargs)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self.stack:
@@ -78,6 +92,7 @@ class CallTracker:
             self.running = None
             self.listener.call_ends(output)
         self.stack.pop()
+        self.turns.pop()
         if not self.stack:
             self.listener.layer_ends()
             assert self.mode is not None
@@ -91,12 +106,15 @@ class CallTracker:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, as an operator if it is one."""
+        for turns in self.turns:
+            turns[func] = turns.get(func, -1) + 1
         name = _function_name(func)
         if self.running is not None or name is None or not self.stack:
             return func(*args, **kwargs)
         path = self.paths[self.stack[-1]]
         self.running = func
-        self.listener.call_begins(self._number(f"{path}.{name}" if path else name), func, args, kwargs)
+        site = Site(self.names[self.stack[-1]], func, self.turns[-1][func])
+        self.listener.call_begins(self._number(f"{path}.{name}" if path else name), site, args, kwargs)
         output = None
         try:
             output = func(*args, **kwargs)

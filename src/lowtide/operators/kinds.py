@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lowtide.operators.observe import Observation, Pack
+from lowtide.operators.observe import Call, Observation, Pack
 from lowtide.policy import Operator
 
 __all__ = ["LayerKind", "OperatorBytes", "layer_kind"]
@@ -43,6 +43,8 @@ class LayerKind(NamedTuple):
     """In the order they first ran."""
     packs: tuple[Pack, ...]
     """Every tensor saved for backward, in order."""
+    calls: tuple[Call, ...]
+    """Every call of an operator, in order; those that only view or cast included."""
     boundary: int
     """The bytes of the layer's input, where backward needs it."""
     root: int
@@ -83,6 +85,7 @@ def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:
         digest,
         tuple(operators),
         seen.packs,
+        seen.calls,
         boundary=_bytes([pack for pack in moved if pack.source == "boundary"]),
         root=_bytes([pack for pack in moved if pack.source == "root"]),
         static=_bytes([pack for pack in seen.packs if pack.source == "static"]),

@@ -23,8 +23,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import StorageWeakRef, TorchDispatchMode, storage_key, written_arguments
-from lowtide.operators.calls import CallTracker, tensors_of
+from lowtide._torch_private import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    storage_bytes,
+    storage_key,
+    weak_storage,
+    written_arguments,
+)
+from lowtide.operators.calls import CallTracker, Site, tensors_of
 
 __all__ = ["Call", "Observation", "Pack", "Watcher", "observe"]
 
@@ -49,6 +56,8 @@ class Pack(NamedTuple):
     dtype: torch.dtype
     movable: bool
     """False for integers and booleans, which routing depends on and which are always kept."""
+    cast: bool
+    """Whether it is a cast of the owner's value rather than the value itself."""
 
 
 class Call(NamedTuple):
@@ -56,8 +65,8 @@ class Call(NamedTuple):
 
     name: str
     """The operator's name inside the layer: ``mlp.act_fn``, ``self_attn.mul_1``."""
-    module: bool
-    """Whether it is a leaf module's call rather than a function's."""
+    site: Site
+    """Where it is called."""
     reads: tuple[str, ...]
     """The operators whose values it read, views and casts looked through."""
     inputs: tuple[tuple[int, int], ...]
@@ -68,6 +77,11 @@ class Call(NamedTuple):
     """Whether it drew random numbers."""
     repeatable: bool
     """False if it wrote into what it was given, or if that was written to afterwards: its call cannot be repeated."""
+
+    @property
+    def module(self) -> bool:
+        """Whether it is a leaf module's call rather than a function's."""
+        return self.site.function is None
 
 
 class Observation(NamedTuple):
@@ -84,6 +98,7 @@ class _Origin(NamedTuple):
     owner: str
     number: int
     alive: StorageWeakRef
+    cast: bool
 
 
 @contextmanager
@@ -138,8 +153,8 @@ class Watcher:
         for context in reversed(self.contexts):
             context.__exit__(None, None, None)
 
-    def call_begins(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.open = _OpenCall(name, isinstance(function, nn.Module))
+    def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.open = _OpenCall(name, site)
         for tensor in tensors_of((args, kwargs)):
             self.open.read(self.origin(tensor), tensor)
 
@@ -156,12 +171,12 @@ class Watcher:
             return known
         return self.learn(tensor, "root", "")
 
-    def learn(self, tensor: Tensor, source: Source, owner: str) -> _Origin:
+    def learn(self, tensor: Tensor, source: Source, owner: str, *, cast: bool = False) -> _Origin:
         key = storage_key(tensor)
         known = self.origins.get(key)
         number = known.number if known is not None and not known.alive.expired() else self.numbers
         self.numbers += number == self.numbers
-        origin = _Origin(source, owner, number, StorageWeakRef(tensor.untyped_storage()))
+        origin = _Origin(source, owner, number, weak_storage(tensor), cast)
         self.origins[key] = origin
         return origin
 
@@ -176,15 +191,16 @@ class Watcher:
             return
         origins = [self.origin(tensor) for tensor in given]
         source: Source = "operator"
+        cast = False
         owner = self.open.name if self.open is not None else ""
         if name in _CASTS and len(given) == 1 and made and made[0].dtype != given[0].dtype:
-            source, owner = origins[0].source, origins[0].owner
+            source, owner, cast = origins[0].source, origins[0].owner, True
         elif origins and all(origin.source == "static" for origin in origins):
             source, owner = "static", ""
         elif self.open is not None:
             self.open.writes = True
         for tensor in [*made, *changed]:
-            self.learn(tensor, source, owner)
+            self.learn(tensor, source, owner, cast=cast)
         if self.open is not None and torch.Tag.nondeterministic_seeded in func.tags:
             self.open.random = True
 
@@ -196,10 +212,11 @@ class Watcher:
                 origin.source,
                 origin.owner,
                 origin.number,
-                tensor.untyped_storage().nbytes(),
+                storage_bytes(tensor),
                 tuple(tensor.shape),
                 tensor.dtype,
                 tensor.is_floating_point() or tensor.is_complex(),
+                origin.cast,
             )
         )
         return tensor
@@ -208,8 +225,8 @@ class Watcher:
 class _OpenCall:
     """A call as it is being learnt."""
 
-    def __init__(self, name: str, module: bool) -> None:
-        self.name, self.module = name, module
+    def __init__(self, name: str, site: Site) -> None:
+        self.name, self.site = name, site
         self.reads: dict[str, None] = {}
         self.inputs: dict[int, int] = {}
         self.writes = self.random = False
@@ -219,11 +236,11 @@ class _OpenCall:
         if origin.source == "operator" and origin.owner:
             self.reads[origin.owner] = None
         if origin.source != "static":
-            self.inputs[origin.number] = tensor.untyped_storage().nbytes()
+            self.inputs[origin.number] = storage_bytes(tensor)
 
     def close(self) -> Call:
         inputs = tuple(self.inputs.items())
-        return Call(self.name, self.module, tuple(self.reads), inputs, self.writes, self.random, self.repeatable)
+        return Call(self.name, self.site, tuple(self.reads), inputs, self.writes, self.random, self.repeatable)
 
 
 class _Kernels(TorchDispatchMode):

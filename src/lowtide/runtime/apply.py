@@ -13,18 +13,22 @@ from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
-from lowtide.policy import Catalogue, Keep, Operator, Policy, Recompute, Resolution, Swap, Unused, resolve
-from lowtide.runtime.recompute import RecomputingLayer
+from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
+from lowtide.runtime.intercept import Wrappers
+from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.limits import Limits
+from lowtide.runtime.program import BOUNDARY, LayerProgram, compile_layer
+from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "apply"]
 
 
-def apply(model: nn.Module, policy: Policy, *, layers: str | None = None) -> Handle:
-    """Make ``model`` keep or recompute each operator's tensors as ``policy`` says.
+def apply(model: nn.Module, policy: Policy, *, layers: str | None = None, limits: Limits | None = None) -> Handle:
+    """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
-    The operators of a kind of layer are learnt while its first layer runs for the first time; that layer keeps
+    The operators of a class of layers are learnt while its first layer runs for the first time; that layer keeps
     everything in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
-    Swapping is not carried out yet, and refused.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.remove()`` leaves the model as it was.
     """
@@ -34,21 +38,27 @@ def apply(model: nn.Module, policy: Policy, *, layers: str | None = None) -> Han
             f"the policy decides {len(policy.layers)} layers and {found.path or 'the model'} has {len(found.modules)};"
             " make the policy for this model, or name its layers"
         )
-    for place, layer in enumerate([*policy.layers, policy.root]):
-        if any(isinstance(d, Swap) for d in (layer.default, layer.boundary, *(rule.decision for rule in layer.rules))):
-            where = "the root" if place == len(policy.layers) else f"layer {place}"
-            raise PolicyError(f"{where} is to be swapped, which this version cannot do; recompute or keep it")
-    return Handle(found, policy)
+    if policy.root != LayerPolicy():
+        raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
+    return Handle(found, policy, limits or Limits())
 
 
 class Handle:
     """A Policy at work on a model."""
 
-    def __init__(self, layers: Layers, policy: Policy) -> None:
+    def __init__(self, layers: Layers, policy: Policy, limits: Limits) -> None:
         self.layers, self.policy = layers, policy
         self.kinds: dict[type[nn.Module], LayerKind] = {}
         self.resolution: Resolution | None = None
-        self._followers = [_Follower(self, index) for index in range(len(layers.modules))]
+        self.ledger = Ledger()
+        self.manager = SwapManager(limits, self.ledger)
+        self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
+        if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
+            classes = set()
+            for follower in self.followers:
+                if not follower.whole and type(follower.layer) not in classes:
+                    classes.add(type(follower.layer))
+                    follower.watch()
 
     @property
     def unused(self) -> tuple[Unused, ...]:
@@ -60,77 +70,155 @@ class Handle:
         """The (layer, operator) pairs that were to be recomputed and are kept, since their call cannot be repeated."""
         return tuple(
             (follower.index, name)
-            for follower in self._followers
-            if isinstance(follower.listener, RecomputingLayer)
-            for name in follower.listener.refused
+            for follower in self.followers
+            if follower.program is not None
+            for name in follower.program.refused
         )
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for follower in self._followers:
+        for follower in self.followers:
             follower.remove()
+        self.manager.close()
 
-    def _learnt(self, module: nn.Module, kind: LayerKind) -> None:
-        """A kind of layer is known; with the last one the whole Policy can be resolved."""
+    def learnt(self, module: nn.Module, kind: LayerKind) -> None:
+        """A class of layers is known: its layers do from now on what the Policy says."""
         self.kinds[type(module)] = kind
-        if all(type(layer) in self.kinds for layer in self.layers.modules):
-            catalogues = {name: kind.catalogue for name, kind in self.kinds.items()}
-            catalogue = Catalogue(tuple(catalogues[type(layer)] for layer in self.layers.modules))
-            self.resolution = resolve(self.policy, catalogue)
+        classes = {type(follower.layer) for follower in self.followers if not follower.whole}
+        complete = classes <= set(self.kinds)
+        catalogues = {name: known.catalogue for name, known in self.kinds.items()}
+        # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
+        catalogue = Catalogue(tuple(catalogues.get(type(layer), kind.catalogue) for layer in self.layers.modules))
+        resolution = resolve(self.policy, catalogue, require_match=complete)
+        if complete:
+            self.resolution = resolution
+        offset = 0
+        spans = []
+        for index, operators in enumerate(catalogue.layers):
+            spans.append(Span(self.manager, offset, len(operators), index == len(catalogue.layers) - 1))
+            offset += len(operators)
+        for follower, span, resolved in zip(self.followers, spans, resolution.layers, strict=True):
+            follower.span, follower.resolved = span, resolved
+        for follower in self.followers:
+            if type(follower.layer) in self.kinds or follower.whole:
+                follower.install()
+        self._reach()
+
+    def _reach(self) -> None:
+        """Let layers in which something of an earlier layer is due take note of it."""
+        reach = 0
+        for follower in self.followers:
+            if follower.span is None:
+                continue
+            if reach > 0 and not follower.installed:
+                follower.wrappers.wrap(follower.layer, partial(pass_by, span=follower.span))
+                follower.installed = True
+            reach = max(reach - follower.span.count, follower.longest)
+        # The last layer starts what is due when backward begins.
 
 
 class _Follower:
-    """What is attached to one layer: nothing, a checkpoint, a watcher that learns, or a listener that rebuilds."""
+    """What is attached to one layer: nothing, a checkpoint, a tracker that learns, or its decisions at work."""
 
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
         self.settings = handle.policy.layers[index]
+        self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
+        self.wrappers = Wrappers()
         self.tracker: CallTracker | None = None
-        self.wrapped = False
-        if self.settings.default == Recompute() and not any(rule.decision == Keep() for rule in self.settings.rules):
-            self.wrapped = True
-            self.layer.forward = partial(checkpoint, self.layer.forward, use_reentrant=False)
-        elif self.settings.default == Recompute() or self.settings.rules:
-            self.tracker = CallTracker(self.layer, self)
-            self.tracker.attach()
-        self.listener: Any = None
+        self.watcher: Watcher | None = None
+        self.decided: DecidedLayer | None = None
+        self.program: LayerProgram | None = None
+        self.span: Span | None = None
+        self.resolved: Any = None
         self.kind: LayerKind | None = None
-        self.learn_again = False
+        self.installed = False
+        if self.whole:
+            self.wrappers.wrap(self.layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+
+    @property
+    def longest(self) -> int:
+        """The largest prefetch of the layer."""
+        boundary = self.settings.boundary.prefetch if isinstance(self.settings.boundary, Swap) else 0
+        return max(boundary, self.program.longest if self.program is not None else 0)
+
+    def watch(self) -> None:
+        """Learn the layer when it next runs with gradients."""
+        self._undo()
+        self.tracker = CallTracker(self.layer, self)
+        self.tracker.attach()
+
+    def install(self) -> None:
+        """Do what the Policy says, as far as that is anything."""
+        if self.installed or self.tracker is not None:
+            return
+        handle, span = self.handle, self.span
+        assert span is not None
+        if self.whole:
+            boundary = self.settings.boundary
+            if isinstance(boundary, Swap):
+                line = handle.ledger.line(self.index, BOUNDARY)
+                self.wrappers.wrap(
+                    self.layer, lambda forward: swap_input(forward, span, boundary, line, handle.manager)
+                )
+                self.installed = True
+            return
+        kind = self.kind or handle.kinds[type(self.layer)]
+        self.program = compile_layer(self.index, kind, self.resolved.decisions, self.resolved.boundary, handle.ledger)
+        if not self.program.empty:
+            self.decided = DecidedLayer(self.layer, self.program, handle.manager, span)
+            self.decided.changed = self.watch
+            self.installed = True
 
     def remove(self) -> None:
-        if self.wrapped:
-            del self.layer.forward
+        self._undo()
+        self.wrappers.remove()
+
+    def _undo(self) -> None:
         if self.tracker is not None:
             self.tracker.detach()
+            self.tracker = None
+        if self.decided is not None:
+            self.decided.wrappers.remove()
+            self.decided = None
+        self.installed = False
 
-    # The tracker tells the follower, and the follower whoever is at work.
+    # While the layer is learnt, the tracker tells the follower and the follower the watcher.
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kind = None if self.learn_again else self.kind or self.handle.kinds.get(type(self.layer))
-        if kind is None:
-            self.listener = Watcher(self.layer)
-        elif not isinstance(self.listener, RecomputingLayer) or self.listener.kind is not kind:
-            self.listener = RecomputingLayer(kind, self._decisions(kind.catalogue))
-        self.listener.layer_begins(args, kwargs)
+        self.watcher = Watcher(self.layer)
+        self.watcher.layer_begins(args, kwargs)
 
-    def call_begins(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.listener.call_begins(name, function, args, kwargs)
+    def call_begins(self, name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.watcher is not None
+        self.watcher.call_begins(name, site, args, kwargs)
 
     def call_ends(self, output: Any) -> None:
-        self.listener.call_ends(output)
+        assert self.watcher is not None
+        self.watcher.call_ends(output)
 
     def layer_ends(self) -> None:
-        self.listener.layer_ends()
-        if isinstance(self.listener, Watcher):
-            seen, self.listener = self.listener.result(), None
-            if seen.packs:  # without gradients there was nothing to learn
-                self.kind, self.learn_again = layer_kind(self.layer, seen), False
-                if type(self.layer) not in self.handle.kinds:
-                    self.handle._learnt(self.layer, self.kind)
-        elif self.listener.changed:  # it took another way than its kind: it is learnt anew, on its own
-            self.learn_again = True
-
-    def _decisions(self, operators: tuple[Operator, ...]) -> Any:
+        assert self.watcher is not None
+        self.watcher.layer_ends()
+        seen, self.watcher = self.watcher.result(), None
+        if not seen.packs:  # without gradients there was nothing to learn
+            return
+        assert self.tracker is not None
+        self.tracker.detach()
+        self.tracker = None
+        kind = layer_kind(self.layer, seen)
+        if type(self.layer) not in self.handle.kinds:
+            self.handle.learnt(self.layer, kind)
+            return
+        self.kind = kind  # it took another way than its class: from now on it has a kind of its own
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
-        return resolve(policy, Catalogue((operators,)), require_match=False).layers[0].decisions
+        self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
+        self.install()
+
+
+def _by_operator(settings: LayerPolicy) -> bool:
+    """Whether a layer's operators are decided one by one."""
+    if isinstance(settings.default, Recompute):
+        return any(isinstance(rule.decision, Keep) for rule in settings.rules)
+    return isinstance(settings.default, Swap) or bool(settings.rules)

@@ -28,11 +28,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lowtide._torch_private import StorageWeakRef, autocast_contexts, storage_key, tree_leaves, tree_map
+from lowtide._torch_private import (
+    StorageWeakRef,
+    autocast_contexts,
+    storage_key,
+    tree_leaves,
+    tree_map,
+    weak_storage,
+)
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import tensors_of
+from lowtide.runtime.ledger import Ledger, Line
+from lowtide.runtime.saved import Saved
 
-__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "Reference", "Registry", "resolve_reference"]
+__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "Reference", "Registry"]
 
 
 class Produced(NamedTuple):
@@ -44,12 +53,26 @@ class Produced(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    def view(self) -> Tensor:
+        """The tensor, rebuilt if it is not there."""
+        return self.call.output(self.output).as_strided(self.size, self.stride, self.offset)
+
+    def tensor(self) -> Tensor:
+        tensor = self.view()
+        self.call.release()
+        return tensor
+
 
 class Inside(NamedTuple):
     """A tensor that a captured call saved on its way."""
 
     call: CapturedCall
     place: int
+
+    def tensor(self) -> Tensor:
+        tensor = self.call.inside(self.place)
+        self.call.release()
+        return tensor
 
 
 class Cast(NamedTuple):
@@ -59,6 +82,11 @@ class Cast(NamedTuple):
     dtype: torch.dtype
     size: tuple[int, ...]
 
+    def tensor(self) -> Tensor:
+        tensor = self.source.view().to(self.dtype).view(self.size)
+        self.source.call.release()
+        return tensor
+
 
 Reference: TypeAlias = Produced | Inside | Cast
 
@@ -66,10 +94,13 @@ Reference: TypeAlias = Produced | Inside | Cast
 class _Held:
     """An argument that is held as it is. No tuple: nested values must take it for a leaf."""
 
-    __slots__ = ("requires_grad", "tensor", "version")
+    __slots__ = ("away", "requires_grad", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version, self.requires_grad = tensor, tensor._version, tensor.requires_grad
+        self.tensor: Tensor | None = tensor
+        self.version, self.requires_grad = tensor._version, tensor.requires_grad
+        self.away: Saved | None = None
+        """Where it is now, if it was swapped after it was captured."""
 
 
 class _Referred:
@@ -84,10 +115,16 @@ class _Referred:
 class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
-    __slots__ = ("arguments", "autocast", "function", "insides", "name", "outputs", "pending", "random", "wanted")
+    __slots__ = (
+        "arguments", "autocast", "function", "insides", "ledger", "line", "name", "outputs", "pending", "random",
+        "wanted",
+    )  # fmt: skip
 
-    def __init__(self, name: str, function: Callable[..., Any], arguments: Any, *, random: bool) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], arguments: Any, line: Line, ledger: Ledger, *, random: bool
+    ) -> None:
         self.name, self.function, self.arguments = name, function, arguments
+        self.line, self.ledger = line, ledger
         self.autocast = autocast_contexts()
         self.random = _RandomState(arguments) if random else None
         self.pending = 0
@@ -125,6 +162,9 @@ class CapturedCall:
             saved.append(tensor.detach())
             return len(saved) - 1
 
+        args, kwargs = tree_map(self._argument, self.arguments)
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+        begin = self.ledger.begin(device)
         with ExitStack() as stack:
             for context in self.autocast():
                 stack.enter_context(context)
@@ -133,14 +173,18 @@ class CapturedCall:
                 self.random.restore()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
-            args, kwargs = tree_map(self._argument, self.arguments)
             result = self.function(*args, **kwargs)
+        self.ledger.end(self.line, "recompute", device, begin)
+        self.line.recomputes += 1
         produced = tensors_of(result)
         self.outputs = {i: produced[i].detach() for kind, i in self.wanted if kind == "output"}
         self.insides = {i: saved[i] for kind, i in self.wanted if kind == "inside"}
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, _Held):
+            if value.away is not None:
+                return value.away.tensor().detach().requires_grad_(value.requires_grad)
+            assert value.tensor is not None
             if value.tensor._version != value.version:
                 raise RebuildError(
                     f"{self.name} cannot be recomputed: one of its inputs was changed in place after it ran"
@@ -148,9 +192,7 @@ class CapturedCall:
                 )
             return value.tensor.detach().requires_grad_(value.requires_grad)
         if isinstance(value, _Referred):
-            tensor = _view(value.source)
-            value.source.call.release()
-            return tensor.detach().requires_grad_(value.requires_grad)
+            return value.source.tensor().detach().requires_grad_(value.requires_grad)
         return value
 
 
@@ -159,13 +201,14 @@ class Registry:
 
     def __init__(self) -> None:
         self.entries: dict[int, tuple[StorageWeakRef, CapturedCall, int, int]] = {}
+        self.held: list[_Held] = []
 
     def add(self, call: CapturedCall, outputs: list[Tensor], given: set[int]) -> None:
         """Remember what ``call`` produced; an output that shares an input's storage is no product of its own."""
         for index, tensor in enumerate(outputs):
             key = storage_key(tensor)
             if key not in given:
-                self.entries[key] = (StorageWeakRef(tensor.untyped_storage()), call, index, tensor._version)
+                self.entries[key] = (weak_storage(tensor), call, index, tensor._version)
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
@@ -177,6 +220,14 @@ class Registry:
             return None
         return Produced(call, index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
+    def send_away(self, away: Callable[[Tensor], Saved | None]) -> None:
+        """Let go of held arguments that are swapped: they come back from there."""
+        for held in self.held:
+            if held.tensor is not None:
+                held.away = away(held.tensor)
+                if held.away is not None:
+                    held.tensor = None
+
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a call, with references in place of what captured calls produced."""
         return tree_map(self._hold, (args, kwargs))
@@ -186,34 +237,17 @@ class Registry:
             return value
         source = self.find(value)
         if source is None:
-            return _Held(value)
+            self.held.append(_Held(value))
+            return self.held[-1]
         source.call.want("output", source.output)
         return _Referred(source, value.requires_grad)
-
-
-def resolve_reference(reference: Reference) -> Tensor:
-    """The tensor that a reference stands for, rebuilt if it is not there."""
-    if isinstance(reference, Inside):
-        tensor = reference.call.inside(reference.place)
-        reference.call.release()
-        return tensor
-    source = reference.source if isinstance(reference, Cast) else reference
-    tensor = _view(source)
-    if isinstance(reference, Cast):
-        tensor = tensor.to(reference.dtype).view(reference.size)
-    source.call.release()
-    return tensor
-
-
-def _view(source: Produced) -> Tensor:
-    return source.call.output(source.output).as_strided(source.size, source.stride, source.offset)
 
 
 class _RandomState:
     """The random numbers' state before a call, on the host and on the devices of its arguments."""
 
     def __init__(self, arguments: Any) -> None:
-        held = [leaf.tensor for leaf in tree_leaves(arguments) if isinstance(leaf, _Held)]
+        held = [leaf.tensor for leaf in tree_leaves(arguments) if isinstance(leaf, _Held) and leaf.tensor is not None]
         self.host = torch.get_rng_state()
         self.devices, self.states = get_device_states(*held)
         kinds = {tensor.device.type for tensor in held} - {"cpu"}

@@ -1,0 +1,124 @@
+"""Listen to single calls inside a layer: those of some leaf modules, and of some functions in some modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lowtide.operators.calls import Site
+
+__all__ = ["CallRunner", "Wrappers", "intercept"]
+
+Function = Callable[..., Any]
+
+
+class CallRunner(Protocol):
+    """Runs a call that was listened for."""
+
+    turns: dict[Any, int]
+    """How often each module with several calls has run so far."""
+
+    def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``function`` as the operator ``name``."""
+
+
+class Wrappers:
+    """The ``forward`` of modules, replaced; ``remove`` puts back what was there."""
+
+    def __init__(self) -> None:
+        self.before: dict[nn.Module, Function | None] = {}
+
+    def wrap(self, module: nn.Module, make: Callable[[Function], Function]) -> None:
+        """Replace the module's ``forward`` by what ``make`` makes of it."""
+        self.before.setdefault(module, vars(module).get("forward"))
+        module.forward = make(module.forward)
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for module, forward in self.before.items():
+            if forward is not None:
+                module.forward = forward
+            elif "forward" in vars(module):
+                del module.forward
+        self.before.clear()
+
+
+def intercept(
+    layer: nn.Module,
+    sites: Mapping[str, tuple[Site, ...]],
+    running: Callable[[], CallRunner | None],
+    wrappers: Wrappers,
+) -> None:
+    """Send the calls at ``sites`` through whatever ``running()`` gives, while it gives something."""
+    modules: dict[str, list[str]] = {}
+    functions: dict[str, dict[Any, dict[int, str]]] = {}
+    for name, places in sites.items():
+        for site in places:
+            if site.function is None:
+                modules.setdefault(site.module, []).append(name)
+            else:
+                functions.setdefault(site.module, {}).setdefault(site.function, {})[site.turn] = name
+    for path, names in modules.items():
+        wrappers.wrap(layer.get_submodule(path), partial(_module_call, names=names, running=running))
+    for path, wanted in functions.items():
+        wrappers.wrap(layer.get_submodule(path), partial(_functions, wanted=wanted, running=running))
+
+
+def _module_call(forward: Function, names: list[str], running: Callable[[], CallRunner | None]) -> Function:
+    """A leaf module's forward; its k-th call in a run of the layer is the k-th name."""
+    if len(set(names)) == 1:
+        name = names[0]
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            runner = running()
+            return forward(*args, **kwargs) if runner is None else runner.call(name, forward, args, kwargs)
+
+        return once
+
+    def several(*args: Any, **kwargs: Any) -> Any:
+        runner = running()
+        if runner is None:
+            return forward(*args, **kwargs)
+        turn = runner.turns.get(several, 0)
+        runner.turns[several] = turn + 1
+        return runner.call(names[min(turn, len(names) - 1)], forward, args, kwargs)
+
+    return several
+
+
+def _functions(
+    forward: Function, wanted: dict[Any, dict[int, str]], running: Callable[[], CallRunner | None]
+) -> Function:
+    """A module's forward in which some functions are listened for."""
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        runner = running()
+        if runner is None:
+            return forward(*args, **kwargs)
+        with _Functions(wanted, runner):
+            return forward(*args, **kwargs)
+
+    return listening
+
+
+class _Functions(TorchFunctionMode):
+    """Sees every torch function; all but a few go straight on."""
+
+    def __init__(self, wanted: dict[Any, dict[int, str]], runner: CallRunner) -> None:
+        super().__init__()
+        self.wanted, self.runner = wanted, runner
+        self.turns: dict[Any, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = self.wanted.get(func)
+        if names is not None:
+            turn = self.turns.get(func, 0)
+            self.turns[func] = turn + 1
+            name = names.get(turn)
+            if name is not None:
+                return self.runner.call(name, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)

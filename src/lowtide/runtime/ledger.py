@@ -1,0 +1,94 @@
+"""What happened since the last receipt, counted where it happens."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["Ledger", "Line"]
+
+TIMED = 65_536
+"""Timed events that wait for a receipt; older ones are forgotten, so that a run without receipts does not grow."""
+
+Kind = Literal["copy", "stall", "recompute"]
+
+
+class Line:
+    """The counts of one operator of one layer."""
+
+    __slots__ = (
+        "copied_bytes", "freed_bytes", "handed_back_bytes", "kept_bytes", "layer", "moved_bytes", "notes", "operator",
+        "recomputes", "seconds", "swaps",
+    )  # fmt: skip
+
+    def __init__(self, layer: int, operator: str) -> None:
+        self.layer, self.operator = layer, operator
+        self.notes: dict[str, int] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.swaps = self.recomputes = 0
+        self.moved_bytes = self.copied_bytes = self.freed_bytes = self.handed_back_bytes = self.kept_bytes = 0
+        self.seconds: dict[str, float] = {"copy": 0.0, "stall": 0.0, "recompute": 0.0}
+        self.notes.clear()
+
+    def keep(self, size: int, reason: str) -> None:
+        """``size`` bytes that were to leave stay on the device."""
+        self.kept_bytes += size
+        self.note(reason)
+
+    def note(self, what: str) -> None:
+        """Something that went otherwise than asked for, and how often."""
+        self.notes[what] = self.notes.get(what, 0) + 1
+
+
+class Ledger:
+    """The lines of all operators, and the events that still have to be read."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[int, str], Line] = {}
+        self.timed: deque[tuple[Line, Kind, Any, Any]] = deque(maxlen=TIMED)
+
+    def line(self, layer: int, operator: str) -> Line:
+        """The line of one operator."""
+        found = self.lines.get((layer, operator))
+        if found is None:
+            found = self.lines[layer, operator] = Line(layer, operator)
+        return found
+
+    def time(self, line: Line, kind: Kind, begin: torch.Event, end: torch.Event) -> None:
+        """Something that runs on the device from ``begin`` to ``end``; read when a receipt is asked for."""
+        self.timed.append((line, kind, begin, end))
+
+    def begin(self, device: torch.device) -> Any:
+        """Note that something begins on a device."""
+        if device.type == "cpu":
+            return perf_counter()
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    def end(self, line: Line, kind: Kind, device: torch.device, begin: Any) -> None:
+        """Note that it has ended."""
+        if device.type == "cpu":
+            line.seconds[kind] += perf_counter() - begin
+        else:
+            self.time(line, kind, begin, self.begin(device))
+
+    def settle(self) -> None:
+        """Read all events. Waits for the device."""
+        while self.timed:
+            line, kind, begin, end = self.timed.popleft()
+            begin.synchronize()
+            end.synchronize()
+            line.seconds[kind] += max(0.0, begin.elapsed_time(end)) / 1000
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.timed.clear()
+        for line in self.lines.values():
+            line.clear()

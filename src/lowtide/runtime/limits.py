@@ -1,0 +1,31 @@
+"""How much a swap may take: host memory, disk, and copies under way."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+
+__all__ = ["Limits"]
+
+
+def _share_of_host_memory() -> int:
+    """Half of the machine's memory, divided by the ranks that run on it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // 2 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The caps of swapping. Where one is reached a tensor stays on the device, and the receipt says so."""
+
+    host_bytes: int = field(default_factory=_share_of_host_memory)
+    """Host memory for swapped tensors, pinned where the device has it. Half of the machine's, shared by its ranks."""
+    disk_bytes: int = 1 << 40
+    """Space on disk."""
+    in_flight_bytes: int = 2 << 30
+    """Device memory of tensors that are on their way: leaving and not let go yet, or back and not used yet."""
+    minimum_bytes: int = 4096
+    """Smaller tensors stay where they are: the copy would cost more than it frees."""
+    disk_directory: str = field(default_factory=tempfile.gettempdir)
+    """Where the disk tier keeps its file. The file has no name: nothing is left behind, whatever happens."""

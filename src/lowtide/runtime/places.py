@@ -1,0 +1,169 @@
+"""Where a swapped tensor's bytes are while it is away: in host memory, or on disk."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowtide.runtime.disk import DiskFile, Extent
+from lowtide.runtime.host import HostBuffer, HostPool
+from lowtide.runtime.ledger import Ledger, Line
+from lowtide.runtime.transfer import Copy, Transfer
+
+if TYPE_CHECKING:
+    from lowtide.runtime.swap import Swapped
+
+__all__ = ["DiskPlace", "HostPlace", "Link"]
+
+
+class Link:
+    """The way between one device and the host's memory. On the host itself a swap is a plain copy."""
+
+    def __init__(self, device: torch.device, pool: HostPool, ledger: Ledger) -> None:
+        self.transfer = Transfer(device) if device.type != "cpu" else None
+        self.pool, self.ledger = pool, ledger
+
+    def copy_out(self, source: Tensor, buffer: HostBuffer, line: Line) -> Copy | None:
+        """Copy ``source`` into a buffer."""
+        memory = buffer.view(source.shape, source.dtype)
+        if self.transfer is None:
+            begin = perf_counter()
+            memory.copy_(source)
+            line.seconds["copy"] += perf_counter() - begin
+            return None
+        copy = self.transfer.copy_out(source, memory, buffer.available)
+        buffer.available = copy.end
+        self.ledger.time(line, "copy", copy.begin, copy.end)
+        return copy
+
+    def wait_out(self, written: Copy | None) -> None:
+        """The computation waits for a copy out."""
+        if written is not None:
+            assert self.transfer is not None
+            self.transfer.computation().wait_event(written.end)
+
+    def copy_back(
+        self, swapped: Swapped, buffer: HostBuffer, written: Copy | None, ready: torch.Event | None = None
+    ) -> None:
+        """Copy a buffer into ``swapped.target``."""
+        assert swapped.target is not None
+        memory = buffer.view(swapped.shape, swapped.dtype)
+        if self.transfer is None:
+            begin = perf_counter()
+            swapped.target.copy_(memory)
+            swapped.line.seconds["copy"] += perf_counter() - begin
+            return
+        copy = self.transfer.copy_back(memory, swapped.target, written.end if written is not None else None, ready)
+        buffer.available = copy.end
+        self.ledger.time(swapped.line, "copy", copy.begin, copy.end)
+        swapped.back = copy
+
+    def wait_back(self, swapped: Swapped) -> None:
+        """The computation waits for the copy back."""
+        back, swapped.back = swapped.back, None
+        if back is not None:
+            assert self.transfer is not None
+            computation = self.transfer.computation()
+            arrived = torch.Event(self.transfer.device, enable_timing=True)
+            arrived.record(computation)
+            computation.wait_event(back.end)
+            self.ledger.time(swapped.line, "stall", arrived, back.end)
+
+
+class HostPlace:
+    """A buffer of host memory."""
+
+    __slots__ = ("buffer", "link", "written")
+
+    def __init__(self, link: Link, source: Tensor, buffer: HostBuffer, line: Line) -> None:
+        self.link, self.buffer = link, buffer
+        self.written = link.copy_out(source, buffer, line)
+
+    def wait_out(self) -> None:
+        """The computation waits for the copy out."""
+        self.link.wait_out(self.written)
+
+    def bring_back(self, swapped: Swapped) -> None:
+        """Start the copy back into ``swapped.target``."""
+        self.link.copy_back(swapped, self.buffer, self.written)
+
+    def wait_back(self, swapped: Swapped) -> None:
+        """The computation waits for the copy back."""
+        self.link.wait_back(swapped)
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        self.link.pool.put(self.buffer)
+
+
+class DiskPlace:
+    """A piece of the disk's file; on its way there and back the bytes pass through a buffer of host memory."""
+
+    __slots__ = ("buffer", "disk", "extent", "line", "link", "reading", "writing", "written")
+
+    def __init__(
+        self, link: Link, source: Tensor, buffer: HostBuffer, line: Line, disk: DiskFile, extent: Extent
+    ) -> None:
+        self.link, self.line, self.disk, self.extent = link, line, disk, extent
+        self.buffer: HostBuffer | None = buffer
+        self.written = link.copy_out(source, buffer, line)
+        self.writing = disk.submit(self._write, buffer)
+        self.reading: Future[None] | None = None
+
+    def _write(self, buffer: HostBuffer) -> None:
+        """On a thread of the disk: write, and give the buffer back."""
+        if self.written is not None:
+            self.written.end.synchronize()
+        try:
+            self.disk.write(buffer, self.extent)
+        except OSError as error:  # the bytes stay in the buffer
+            self.line.note(f"the disk failed, host memory is used: {error.strerror or error}")
+            return
+        self.buffer = None
+        self.link.pool.put(buffer)
+
+    def wait_out(self) -> None:
+        """The computation waits for the copy out; the write to disk goes on by itself."""
+        self.link.wait_out(self.written)
+
+    def bring_back(self, swapped: Swapped) -> None:
+        """Start reading into ``swapped.target``."""
+        transfer = self.link.transfer
+        ready = transfer.computation().record_event() if transfer is not None else None
+        self.reading = self.disk.submit(self._read, swapped, ready)
+
+    def _read(self, swapped: Swapped, ready: torch.Event | None) -> None:
+        """On a thread of the disk."""
+        self.writing.result()
+        if self.buffer is not None:
+            self.link.copy_back(swapped, self.buffer, self.written, ready)
+            return
+        pool, size = self.link.pool, self.extent.size
+        buffer = pool.get(size) or HostBuffer(torch.empty(size, dtype=torch.uint8))
+        if buffer.available is not None:
+            buffer.available.synchronize()
+        self.disk.read(buffer, self.extent)
+        self.link.copy_back(swapped, buffer, None, ready)
+        pool.put(buffer)
+
+    def wait_back(self, swapped: Swapped) -> None:
+        """Wait for the disk, then as for a buffer."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            begin = perf_counter()
+            reading.result()
+            self.line.seconds["stall"] += perf_counter() - begin
+        self.link.wait_back(swapped)
+
+    def close(self) -> None:
+        """Give the space back when the disk is done with it."""
+        self.writing.add_done_callback(self._closed)
+
+    def _closed(self, _: Future[None]) -> None:
+        if self.buffer is not None:
+            self.link.pool.put(self.buffer)
+        self.disk.release(self.extent)
