@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from lowtide._torch_private import (
     FakeTensorMode,
     StorageWeakRef,
     TorchDispatchMode,
+    at_end_of_backward,
+    autocast_contexts,
+    autocast_state,
+    current_backward,
+    inner_tensor,
+    storage_bytes,
     storage_key,
+    taken_apart,
     tree_leaves,
+    tree_map,
+    weak_storage,
     written_arguments,
 )
 
@@ -60,3 +70,60 @@ def test_a_dispatch_mode_sees_kernels_with_their_schemas() -> None:
     assert names == ["aten::mul_", "aten::add", "aten::add"]
     assert [len(written) for _, written in seen] == [1, 0, 1]
     assert seen[0][1][0] is tensor
+
+
+def test_a_distributed_tensor_is_known_by_its_local_part_and_can_be_taken_apart() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.arange(6.0).view(2, 3)
+        tensor = DTensor.from_local(local, mesh, [Replicate()])
+        assert inner_tensor(tensor) is tensor._local_tensor
+        assert storage_key(tensor) == storage_key(local)
+        assert storage_bytes(tensor) == 24
+        assert not weak_storage(tensor).expired()
+        parts = taken_apart(tensor)
+        assert parts is not None
+        again = parts.rebuilt({name: part.clone() for name, part in parts.tensors.items()})
+        assert isinstance(again, DTensor)
+        assert torch.equal(again.to_local(), local)
+        assert again.placements == tensor.placements
+    finally:
+        torch.distributed.destroy_process_group()
+    assert taken_apart(local) is None
+
+
+def test_a_callback_runs_at_the_end_of_the_backward_that_queued_it() -> None:
+    seen: list[Any] = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(current_backward())
+            at_end_of_backward(lambda: seen.append("end"))
+            return gradient * 2
+
+    x = torch.ones(2, requires_grad=True)
+    loss = Double.apply(Double.apply(x)).sum()
+    assert current_backward() == -1
+    loss.backward()
+    assert seen[0] == seen[1] >= 0
+    assert seen[2:] == ["end", "end"]
+
+
+def test_autocast_can_be_set_as_it_was() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = autocast_state()
+        assert autocast_contexts(inside) == []
+    assert autocast_state() != inside
+    (context,) = autocast_contexts(inside)
+    with context:
+        assert autocast_state() == inside
+
+
+def test_nested_values_can_be_mapped() -> None:
+    assert tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}

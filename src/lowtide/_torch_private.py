@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,17 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "PLAIN",
+    "AutocastState",
     "FakeTensorMode",
     "StorageWeakRef",
+    "Subclass",
     "TorchDispatchMode",
     "at_end_of_backward",
     "autocast_contexts",
+    "autocast_state",
     "current_backward",
     "inner_tensor",
-    "inner_tensors",
-    "rebuilt_subclass",
     "storage_bytes",
     "storage_key",
+    "taken_apart",
     "tree_leaves",
     "tree_map",
     "weak_storage",
@@ -32,27 +36,45 @@ __all__ = [
 ]
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The classes of tensors that hold their bytes themselves."""
+
+
 def inner_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor that holds the bytes: of a DTensor its local part, of a plain tensor itself."""
-    while type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+    while type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+class Subclass(NamedTuple):
+    """A tensor subclass, such as a DTensor, taken apart."""
+
+    kind: type[Tensor]
+    tensors: dict[str, Tensor]
+    """The tensors that hold its bytes."""
+    rest: dict[str, Any]
+    """Its other parts, such as a device mesh."""
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def rebuilt(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The same with other tensors."""
+        kind: Any = self.kind
+        made: Tensor = kind.__tensor_unflatten__(self.rest | tensors, self.context, self.shape, self.stride)
+        return made
 
 
-def inner_tensors(tensor: Tensor) -> tuple[list[str], Any]:
-    """The names of the tensors that a subclass consists of, and what else it takes to rebuild it; none if plain."""
-    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-        return [], None
-    return tensor.__tensor_flatten__()  # type: ignore[no-any-return]
-
-
-def rebuilt_subclass(kind: Any, parts: dict[str, Tensor], context: Any, shape: Any, stride: Any) -> Tensor:
-    """The reverse of :func:`inner_tensors`."""
-    tensor: Tensor = kind.__tensor_unflatten__(parts, context, shape, stride)
-    return tensor
+def taken_apart(tensor: Tensor) -> Subclass | None:
+    """A subclass in its parts; None for a tensor that has none."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    rest = {name: part for name, part in parts.items() if name not in tensors}
+    return Subclass(type(tensor), tensors, rest, context, tensor.shape, tensor.stride())
 
 
 def current_backward() -> int:
@@ -93,17 +115,26 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ]
 
 
-def autocast_contexts() -> Callable[[], list[AbstractContextManager[None]]]:
-    """Remember how autocast is set now; the returned function gives contexts that set it so again."""
-    kinds = ["cpu"]
+AutocastState: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each kind of device whether autocast is on, and to what."""
+
+
+def autocast_state() -> AutocastState:
+    """How autocast is set now."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_kinds())
+
+
+def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]]:
+    """Contexts that set autocast as it was, where that is another way than now."""
+    now = autocast_state()
+    return [
+        torch.autocast(kind, dtype=dtype, enabled=enabled)
+        for (kind, enabled, dtype), setting in zip(state, now, strict=True)
+        if (kind, enabled, dtype) != setting
+    ]
+
+
+@cache
+def _device_kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        kinds.append(accelerator.type)
-    settings = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-        for kind in kinds
-    ]
-    return lambda: [
-        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
-        for kind, dtype, enabled, cache in settings
-    ]
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch_private import tree_leaves
+from lowtide._torch_private import tree_leaves, tree_map
 
-__all__ = ["CallListener", "CallTracker", "Site", "collapse", "tensors_of"]
+__all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors_of"]
 
 
 class Site(NamedTuple):
@@ -167,4 +169,40 @@ def collapse(name: str) -> str:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and mappings, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _gather(value, found)
+    return found
+
+
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def _gather(value: Any, found: list[Tensor]) -> None:
+    # torch's own walk takes several microseconds a call, and this is asked for at every call of an operator
+    kind = type(value)
+    if kind in _ATOMS:
+        return
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for item in value:
+            _gather(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _gather(item, found)
+    else:
+        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same nesting of tuples, lists and mappings, each leaf but plain values replaced by ``leaf`` of it."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is tuple:
+        return tuple([mapped(item, leaf) for item in value])
+    if kind is list:
+        return [mapped(item, leaf) for item in value]
+    if kind is dict:
+        return {key: mapped(item, leaf) for key, item in value.items()}
+    return leaf(value) if isinstance(value, Tensor) else tree_map(leaf, value)

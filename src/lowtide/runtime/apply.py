@@ -99,22 +99,11 @@ class Handle:
             offset += len(operators)
         for follower, span, resolved in zip(self.followers, spans, resolution.layers, strict=True):
             follower.span, follower.resolved = span, resolved
-        for follower in self.followers:
+        due: frozenset[int] = frozenset()
+        for follower, span in zip(self.followers, spans, strict=True):
             if type(follower.layer) in self.kinds or follower.whole:
-                follower.install()
-        self._reach()
-
-    def _reach(self) -> None:
-        """Let layers in which something of an earlier layer is due take note of it."""
-        reach = 0
-        for follower in self.followers:
-            if follower.span is None:
-                continue
-            if reach > 0 and not follower.installed:
-                follower.wrappers.wrap(follower.layer, partial(pass_by, span=follower.span))
-                follower.installed = True
-            reach = max(reach - follower.span.count, follower.longest)
-        # The last layer starts what is due when backward begins.
+                follower.install(due)
+            due = frozenset(number - span.count for number in due | follower.due if number > span.count)
 
 
 class _Follower:
@@ -133,15 +122,17 @@ class _Follower:
         self.span: Span | None = None
         self.resolved: Any = None
         self.kind: LayerKind | None = None
-        self.installed = False
+        self.noticed = False
+        """Whether the layer, though it keeps everything or recomputes it, tells the schedule that it runs."""
         if self.whole:
             self.wrappers.wrap(self.layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
 
     @property
-    def longest(self) -> int:
-        """The largest prefetch of the layer."""
-        boundary = self.settings.boundary.prefetch if isinstance(self.settings.boundary, Swap) else 0
-        return max(boundary, self.program.longest if self.program is not None else 0)
+    def due(self) -> frozenset[int]:
+        """How many operators after the layer's first something of it is due."""
+        if self.program is not None:
+            return self.program.due
+        return frozenset({self.settings.boundary.prefetch} if isinstance(self.settings.boundary, Swap) else ())
 
     def watch(self) -> None:
         """Learn the layer when it next runs with gradients."""
@@ -149,27 +140,30 @@ class _Follower:
         self.tracker = CallTracker(self.layer, self)
         self.tracker.attach()
 
-    def install(self) -> None:
-        """Do what the Policy says, as far as that is anything."""
-        if self.installed or self.tracker is not None:
+    def install(self, due: frozenset[int] = frozenset()) -> None:
+        """Do what the Policy says, as far as that is anything; ``due`` is what earlier layers have due in this one."""
+        if self.tracker is not None or self.decided is not None:
             return
-        handle, span = self.handle, self.span
+        handle, span, layer = self.handle, self.span, self.layer
         assert span is not None
-        if self.whole:
-            boundary = self.settings.boundary
-            if isinstance(boundary, Swap):
-                line = handle.ledger.line(self.index, BOUNDARY)
-                self.wrappers.wrap(
-                    self.layer, lambda forward: swap_input(forward, span, boundary, line, handle.manager)
-                )
-                self.installed = True
+        boundary = self.settings.boundary
+        if not self.whole:
+            kind = self.kind or handle.kinds[type(layer)]
+            resolved = self.resolved
+            self.program = compile_layer(self.index, kind, resolved.decisions, resolved.boundary, handle.ledger, due)
+            if not self.program.idle:
+                self.decided = DecidedLayer(layer, self.program, handle.manager, span)
+                self.decided.changed = self.watch
+                return
+        if self.noticed:
             return
-        kind = self.kind or handle.kinds[type(self.layer)]
-        self.program = compile_layer(self.index, kind, self.resolved.decisions, self.resolved.boundary, handle.ledger)
-        if not self.program.empty:
-            self.decided = DecidedLayer(self.layer, self.program, handle.manager, span)
-            self.decided.changed = self.watch
-            self.installed = True
+        if isinstance(boundary, Swap) and self.whole:
+            line = handle.ledger.line(self.index, BOUNDARY)
+            self.wrappers.wrap(layer, lambda forward: swap_input(forward, span, boundary, line, handle.manager))
+            self.noticed = True
+        elif due:
+            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span))
+            self.noticed = True
 
     def remove(self) -> None:
         self._undo()
@@ -182,7 +176,6 @@ class _Follower:
         if self.decided is not None:
             self.decided.wrappers.remove()
             self.decided = None
-        self.installed = False
 
     # While the layer is learnt, the tracker tells the follower and the follower the watcher.
 

@@ -11,43 +11,53 @@ PAGE = 4096
 
 
 class HostBuffer:
-    """A piece of host memory, seen as whatever tensor it holds now."""
+    """A piece of host memory, seen as the tensor it holds."""
 
-    __slots__ = ("available", "bytes", "size", "views")
+    __slots__ = ("available", "bytes", "memory", "size")
 
     def __init__(self, memory: Tensor) -> None:
-        self.bytes = memory
+        self.bytes = self.memory = memory
         self.size = memory.numel()
         self.available: torch.Event | None = None
-        """The copy that read this buffer last; whoever writes to it next waits for that first."""
-        self.views: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        """The copy that used this buffer last; whoever writes to it next waits for that first."""
 
-    def view(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The buffer's first bytes as a contiguous tensor."""
-        key = (shape, dtype)
-        found = self.views.get(key)
-        if found is None:
-            if len(self.views) > 16:  # shapes that change every step must not pile up
-                self.views.clear()
-            size = shape.numel() * dtype.itemsize
-            found = self.views[key] = self.bytes[:size].view(dtype).view(shape)
-        return found
+    def shape_as(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See the buffer's first bytes as a contiguous tensor."""
+        if self.memory.shape != shape or self.memory.dtype is not dtype:
+            self.memory = self.bytes[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return self.memory
 
 
 class HostPool:
-    """Buffers by size class, up to a limit. Allocating pinned memory takes milliseconds, so none is given back."""
+    """Buffers by size class, up to a limit. Allocating pinned memory takes milliseconds, so it is not given back.
+
+    Each operator keeps the buffers it used in a stash of its own, where the next step finds them in the right shape.
+    """
 
     def __init__(self, limit: int, *, pinned: bool) -> None:
         self.limit, self.pinned = limit, pinned
         self.taken = 0
-        self.free: dict[int, list[HostBuffer]] = {}
+        self.stashes: list[list[HostBuffer]] = []
 
-    def get(self, size: int) -> HostBuffer | None:
-        """A buffer of at least ``size`` bytes; None if the limit is reached or there is no such memory."""
+    def get(self, stash: list[HostBuffer], shape: torch.Size, dtype: torch.dtype, size: int) -> HostBuffer | None:
+        """A buffer for a tensor of ``size`` bytes; None if the limit is reached or there is no such memory."""
+        if stash:
+            buffer = stash.pop()
+            if buffer.memory.shape == shape and buffer.memory.dtype is dtype:
+                return buffer
+            if buffer.size >= size:
+                buffer.shape_as(shape, dtype)
+                return buffer
+            stash.append(buffer)
+        found = self._new(stash, size)
+        if found is not None:
+            found.shape_as(shape, dtype)
+        return found
+
+    def _new(self, stash: list[HostBuffer], size: int) -> HostBuffer | None:
+        if not any(known is stash for known in self.stashes):
+            self.stashes.append(stash)
         size = _size_class(size)
-        waiting = self.free.get(size)
-        if waiting:
-            return waiting.pop()
         if self.taken + size > self.limit and not self._make_room(size):
             return None
         try:
@@ -58,19 +68,14 @@ class HostPool:
         start = -memory.data_ptr() % PAGE  # direct input and output wants whole pages
         return HostBuffer(memory[start : start + size] if start + size <= memory.numel() else memory)
 
-    def put(self, buffer: HostBuffer) -> None:
-        """Give a buffer back."""
-        self.free.setdefault(buffer.size, []).append(buffer)
-
     def _make_room(self, size: int) -> bool:
-        """Drop waiting buffers of other sizes, largest first, until ``size`` more fits."""
-        for waiting in sorted(self.free, reverse=True):
-            while self.free[waiting] and self.taken + size > self.limit:
-                self.free[waiting].pop()
-                self.taken -= waiting
+        """Drop buffers that nobody uses, until ``size`` more fits."""
+        for stash in self.stashes:
+            while stash and self.taken + size > self.limit:
+                self.taken -= stash.pop().size
         return self.taken + size <= self.limit
 
 
 def _size_class(size: int) -> int:
-    """Powers of two, as the devices' own allocators of pinned memory round."""
+    """Powers of two, as the devices' own allocators of pinned memory round; small changes of shape fit again."""
     return max(PAGE, 1 << (size - 1).bit_length())

@@ -12,14 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch_private import storage_key
 from lowtide.operators.calls import tensors_of
-from lowtide.policy import Swap
+from lowtide.policy import Keep, Swap
 from lowtide.runtime.intercept import Function, Wrappers, intercept
 from lowtide.runtime.ledger import Line
 from lowtide.runtime.program import Action, LayerProgram
 from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, Reference, Registry
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
-from lowtide.runtime.swap import Departures, SwapManager, Swapped
+from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
 
 __all__ = ["DecidedLayer", "Span", "pass_by", "swap_input"]
 
@@ -31,15 +31,15 @@ class Span:
         self.schedule = manager.schedule
         self.offset, self.count, self.last = offset, count, last
 
-    def enter(self) -> int:
-        """The layer begins; the number of its first operator."""
-        return self.schedule.enter(self.offset)
-
     def leave(self, first: int, output: Any) -> None:
         """The layer has run: what is due when backward comes here starts with the gradient of its output."""
-        due = self.schedule.reach(first + self.count)
+        schedule, end = self.schedule, first + self.count
+        if schedule.next > end and not (self.last and schedule.returning):
+            schedule.now = end
+            return
+        due = schedule.reach(end)
         if self.last:
-            due += self.schedule.finish()
+            due += schedule.finish()
         if due:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
@@ -65,7 +65,7 @@ def pass_by(forward: Function, span: Span) -> Function:
     def passed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        first = span.enter()
+        first = span.schedule.enter(span.offset)
         output = forward(*args, **kwargs)
         span.leave(first, output)
         return output
@@ -80,7 +80,7 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
         given = tensors_of((args, kwargs))
         if not torch.is_grad_enabled() or not given:
             return forward(*args, **kwargs)
-        first, key = span.enter(), storage_key(given[0])
+        first, key = span.schedule.enter(span.offset), storage_key(given[0])
         departures = Departures(manager)
 
         def pack(tensor: Tensor) -> Tensor | Saved:
@@ -104,47 +104,128 @@ class DecidedLayer:
 
     def __init__(self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span) -> None:
         self.program, self.manager, self.span = program, manager, span
-        self.run: _Run | None = None
+        self.run: _Recomputing | None = None
         self.changed: Callable[[], None] | None = None
         """Called when the layer took another way than its kind."""
         self.wrappers = Wrappers()
-        intercept(layer, program.sites, lambda: self.run, self.wrappers)
-        self.wrappers.wrap(layer, self._decide)
+        if program.recomputed:
+            intercept(layer, program.sites, lambda: self.run, self.wrappers)
+            self.wrappers.wrap(layer, self._recompute)
+        else:
+            self.wrappers.wrap(layer, self._swap)
 
-    def _decide(self, forward: Function) -> Function:
-        def decided(*args: Any, **kwargs: Any) -> Any:
+    def _swap(self, forward: Function) -> Function:
+        manager, program, span = self.manager, self.program, self.span
+        schedule, offset = manager.schedule, span.offset
+
+        def swapping(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            first = schedule.enter(offset)
+            run = _Run(program, manager, first)
+            with saved_tensors_hooks(run.pack, unpack):
+                output = forward(*args, **kwargs)
+            self._leave(run, first, output)
+            return output
+
+        return swapping
+
+    def _recompute(self, forward: Function) -> Function:
+        def recomputing(*args: Any, **kwargs: Any) -> Any:
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = self.span.enter()
-            run = self.run = _Run(self.program, self.manager, first)
+            first = self.span.schedule.enter(self.span.offset)
+            run = self.run = _Recomputing(self.program, self.manager, first)
             try:
                 with saved_tensors_hooks(run.pack, unpack):
                     output = forward(*args, **kwargs)
             finally:
                 self.run = None
                 run.end()
-            self.span.leave(first, output)
-            if run.changed and self.changed is not None:
-                self.changed()
+            self._leave(run, first, output)
             return output
 
-        return decided
+        return recomputing
+
+    def _leave(self, run: _Run, first: int, output: Any) -> None:
+        self.span.leave(first, output)
+        run.departures = None
+        if (run.changed or run.number != len(run.actions)) and self.changed is not None:
+            self.changed()
 
 
 class _Run:
-    """One run of a layer. It lives as long as the graph, which holds its ``pack``: ``end`` empties it."""
+    """One run of a layer. It lives as long as the graph, which holds its ``pack``."""
 
-    __slots__ = (
-        "actions", "changed", "departures", "first", "given", "ledger", "name", "number", "open", "place", "positions",
-        "program", "registry", "schedule", "turns",
-    )  # fmt: skip
+    __slots__ = ("actions", "changed", "departures", "first", "manager", "number")
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
-        self.program, self.actions, self.positions = program, program.actions, program.positions
-        self.schedule, self.ledger, self.first = manager.schedule, manager.ledger, first
-        self.number = self.place = 0
+        self.actions, self.manager, self.first = program.actions, manager, first
+        self.number = 0
         self.changed = False
-        self.departures = Departures(manager)
+        self.departures: Departures | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
+        """What autograd saves in place of ``tensor``."""
+        number = self.number
+        self.number = number + 1
+        try:
+            action = self.actions[number]
+        except IndexError:  # more than was learnt
+            return tensor
+        return tensor if action is None else self.act(tensor, action)
+
+    def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
+        """Do what was decided."""
+        decision = action.decision
+        saved: Tensor | Saved = tensor
+        position = self.first + action.position
+        if type(decision) is not Keep:
+            if tensor.dtype is not action.dtype or tensor.dim() != action.rank:
+                self.changed = True  # the layer took another way than when it was learnt: keep, and learn again
+            elif type(decision) is Swap:
+                if action.plain and tensor.is_cpu:
+                    copied = copy_on_host(tensor, action.line)
+                    if copied is not None:
+                        return copied
+                saved = self._swapped(tensor, action, decision, position)
+            else:
+                saved = self.rebuilt(tensor, action) or tensor
+        schedule = self.manager.schedule
+        if schedule.next <= position:
+            due = schedule.reach(position)
+            if due:
+                return Starts(saved, due)
+        return saved
+
+    def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
+        """How to rebuild ``tensor``; None if that is not known for certain."""
+        return None
+
+    def _swapped(self, tensor: Tensor, action: Action, swap: Swap, position: int) -> Tensor | Saved:
+        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+            self.changed = True  # parameters never move
+            return tensor
+        departures = self.departures
+        if departures is None:
+            departures = self.departures = Departures(self.manager)
+        due = position + swap.prefetch
+        saved = departures.out(tensor, swap, action.line, due, alone=action.alone)
+        if action.last:
+            for swapped in departures.latest:
+                self.manager.schedule.come_back(swapped.reference, due)
+        return saved
+
+
+class _Recomputing(_Run):
+    """One run of a layer in which calls are captured. ``end`` empties it."""
+
+    __slots__ = ("given", "name", "open", "place", "program", "registry", "turns")
+
+    def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
+        super().__init__(program, manager, first)
+        self.program = program
+        self.place = 0
         self.registry = Registry()
         self.turns: dict[Any, int] = {}
         self.name = ""
@@ -153,46 +234,14 @@ class _Run:
 
     def end(self) -> None:
         """The layer has run, or raised."""
-        self.changed |= self.number != len(self.actions)
-        if self.departures.known:
+        if self.departures is not None:
             self.registry.send_away(self.departures.find)
-        self.departures.known, self.departures.latest = {}, []
         self.registry, self.turns, self.given = Registry(), {}, []
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd saves in place of ``tensor``."""
-        number = self.number
-        self.number = number + 1
         self.place += 1
-        if number >= len(self.actions):
-            return tensor
-        action = self.actions[number]
-        position = self.first + self.positions[number]
-        saved: Tensor | Saved = tensor
-        if action is not None:
-            if tensor.dtype is not action.dtype or tensor.dim() != action.rank:
-                self.changed = True  # the layer took another way than when it was learnt: keep, and learn again
-            elif action.swap is None:
-                saved = self._rebuilt(tensor, action) or tensor
-            else:
-                saved = self._swapped(tensor, action, action.swap.prefetch, position)
-        if self.schedule.next <= position:
-            due = self.schedule.reach(position)
-            if due:
-                return Starts(saved, due)
-        return saved
-
-    def _swapped(self, tensor: Tensor, action: Action, prefetch: int, position: int) -> Tensor | Saved:
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            self.changed = True  # parameters never move
-            return tensor
-        assert action.swap is not None
-        departures = self.departures
-        saved = departures.out(tensor, action.swap, action.line, position + prefetch)
-        if action.last:
-            for swapped in departures.latest:
-                self.schedule.come_back(swapped.reference, position + prefetch)
-        return saved
+        return _Run.pack(self, tensor)
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
@@ -206,8 +255,9 @@ class _Run:
             name not in program.known and any(registry.find(tensor) is not None for tensor in given)
         ):
             arguments = registry.capture(args, kwargs)
-            line = self.ledger.line(program.layer, name)
-            self.open = CapturedCall(name, function, arguments, line, self.ledger, random=name in program.random)
+            ledger = self.manager.ledger
+            line = ledger.line(program.layer, name)
+            self.open = CapturedCall(name, function, arguments, line, ledger, random=name in program.random)
         try:
             output = function(*args, **kwargs)
             if self.open is not None:
@@ -216,8 +266,7 @@ class _Run:
         finally:
             self.name, self.open, self.given = "", None, []
 
-    def _rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
-        """How to rebuild ``tensor``; None if that is not known for certain."""
+    def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         produced = self.registry.find(tensor)
         if produced is not None:
             produced.call.want("output", produced.output)

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
+
+from lowtide.runtime.host import HostBuffer
 
 __all__ = ["Ledger", "Line"]
 
 TIMED = 65_536
 """Timed events that wait for a receipt; older ones are forgotten, so that a run without receipts does not grow."""
 
-Kind = Literal["copy", "stall", "recompute"]
+Clock: TypeAlias = Literal["copy_seconds", "stall_seconds", "recompute_seconds"]
 
 
 class Line:
     """The counts of one operator of one layer."""
 
     __slots__ = (
-        "copied_bytes", "freed_bytes", "handed_back_bytes", "kept_bytes", "layer", "moved_bytes", "notes", "operator",
-        "recomputes", "seconds", "swaps",
+        "copy_seconds", "freed_bytes", "handed_back_bytes", "kept_bytes", "layer", "moved_bytes",
+        "notes", "operator", "recompute_seconds", "recomputes", "spared_bytes", "stall_seconds", "stash", "swaps",
     )  # fmt: skip
 
     def __init__(self, layer: int, operator: str) -> None:
         self.layer, self.operator = layer, operator
         self.notes: dict[str, int] = {}
+        self.stash: list[HostBuffer] = []
+        """Host memory this operator used before, in the shape it had: in the next step it fits again."""
         self.clear()
 
     def clear(self) -> None:
         """Begin anew."""
         self.swaps = self.recomputes = 0
-        self.moved_bytes = self.copied_bytes = self.freed_bytes = self.handed_back_bytes = self.kept_bytes = 0
-        self.seconds: dict[str, float] = {"copy": 0.0, "stall": 0.0, "recompute": 0.0}
+        self.moved_bytes = self.spared_bytes = self.freed_bytes = self.handed_back_bytes = self.kept_bytes = 0
+        self.copy_seconds = self.stall_seconds = self.recompute_seconds = 0.0
         self.notes.clear()
 
     def keep(self, size: int, reason: str) -> None:
@@ -51,7 +55,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.lines: dict[tuple[int, str], Line] = {}
-        self.timed: deque[tuple[Line, Kind, Any, Any]] = deque(maxlen=TIMED)
+        self.timed: deque[tuple[Line, Clock, Any, Any]] = deque(maxlen=TIMED)
 
     def line(self, layer: int, operator: str) -> Line:
         """The line of one operator."""
@@ -59,10 +63,6 @@ class Ledger:
         if found is None:
             found = self.lines[layer, operator] = Line(layer, operator)
         return found
-
-    def time(self, line: Line, kind: Kind, begin: torch.Event, end: torch.Event) -> None:
-        """Something that runs on the device from ``begin`` to ``end``; read when a receipt is asked for."""
-        self.timed.append((line, kind, begin, end))
 
     def begin(self, device: torch.device) -> Any:
         """Note that something begins on a device."""
@@ -72,20 +72,21 @@ class Ledger:
         event.record(torch.accelerator.current_stream(device))
         return event
 
-    def end(self, line: Line, kind: Kind, device: torch.device, begin: Any) -> None:
-        """Note that it has ended."""
+    def end(self, line: Line, device: torch.device, begin: Any) -> None:
+        """Note that a recomputation has ended."""
         if device.type == "cpu":
-            line.seconds[kind] += perf_counter() - begin
+            line.recompute_seconds += perf_counter() - begin
         else:
-            self.time(line, kind, begin, self.begin(device))
+            self.timed.append((line, "recompute_seconds", begin, self.begin(device)))
 
     def settle(self) -> None:
         """Read all events. Waits for the device."""
         while self.timed:
-            line, kind, begin, end = self.timed.popleft()
+            line, clock, begin, end = self.timed.popleft()
             begin.synchronize()
             end.synchronize()
-            line.seconds[kind] += max(0.0, begin.elapsed_time(end)) / 1000
+            seconds = max(0.0, begin.elapsed_time(end)) / 1000
+            setattr(line, clock, getattr(line, clock) + seconds)
 
     def clear(self) -> None:
         """Begin anew."""

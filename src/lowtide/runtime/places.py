@@ -29,15 +29,14 @@ class Link:
 
     def copy_out(self, source: Tensor, buffer: HostBuffer, line: Line) -> Copy | None:
         """Copy ``source`` into a buffer."""
-        memory = buffer.view(source.shape, source.dtype)
         if self.transfer is None:
             begin = perf_counter()
-            memory.copy_(source)
-            line.seconds["copy"] += perf_counter() - begin
+            buffer.memory.copy_(source)
+            line.copy_seconds += perf_counter() - begin
             return None
-        copy = self.transfer.copy_out(source, memory, buffer.available)
+        copy = self.transfer.copy_out(source, buffer.memory, buffer.available)
         buffer.available = copy.end
-        self.ledger.time(line, "copy", copy.begin, copy.end)
+        self.ledger.timed.append((line, "copy_seconds", copy.begin, copy.end))
         return copy
 
     def wait_out(self, written: Copy | None) -> None:
@@ -51,15 +50,15 @@ class Link:
     ) -> None:
         """Copy a buffer into ``swapped.target``."""
         assert swapped.target is not None
-        memory = buffer.view(swapped.shape, swapped.dtype)
         if self.transfer is None:
             begin = perf_counter()
-            swapped.target.copy_(memory)
-            swapped.line.seconds["copy"] += perf_counter() - begin
+            swapped.target.copy_(buffer.memory)
+            swapped.line.copy_seconds += perf_counter() - begin
             return
-        copy = self.transfer.copy_back(memory, swapped.target, written.end if written is not None else None, ready)
+        event = written.end if written is not None else None
+        copy = self.transfer.copy_back(buffer.memory, swapped.target, event, ready)
         buffer.available = copy.end
-        self.ledger.time(swapped.line, "copy", copy.begin, copy.end)
+        self.ledger.timed.append((swapped.line, "copy_seconds", copy.begin, copy.end))
         swapped.back = copy
 
     def wait_back(self, swapped: Swapped) -> None:
@@ -71,16 +70,16 @@ class Link:
             arrived = torch.Event(self.transfer.device, enable_timing=True)
             arrived.record(computation)
             computation.wait_event(back.end)
-            self.ledger.time(swapped.line, "stall", arrived, back.end)
+            self.ledger.timed.append((swapped.line, "stall_seconds", arrived, back.end))
 
 
 class HostPlace:
     """A buffer of host memory."""
 
-    __slots__ = ("buffer", "link", "written")
+    __slots__ = ("buffer", "line", "link", "written")
 
     def __init__(self, link: Link, source: Tensor, buffer: HostBuffer, line: Line) -> None:
-        self.link, self.buffer = link, buffer
+        self.link, self.buffer, self.line = link, buffer, line
         self.written = link.copy_out(source, buffer, line)
 
     def wait_out(self) -> None:
@@ -97,7 +96,7 @@ class HostPlace:
 
     def close(self) -> None:
         """Give the buffer back."""
-        self.link.pool.put(self.buffer)
+        self.line.stash.append(self.buffer)
 
 
 class DiskPlace:
@@ -124,7 +123,7 @@ class DiskPlace:
             self.line.note(f"the disk failed, host memory is used: {error.strerror or error}")
             return
         self.buffer = None
-        self.link.pool.put(buffer)
+        self.line.stash.append(buffer)
 
     def wait_out(self) -> None:
         """The computation waits for the copy out; the write to disk goes on by itself."""
@@ -142,13 +141,18 @@ class DiskPlace:
         if self.buffer is not None:
             self.link.copy_back(swapped, self.buffer, self.written, ready)
             return
-        pool, size = self.link.pool, self.extent.size
-        buffer = pool.get(size) or HostBuffer(torch.empty(size, dtype=torch.uint8))
+        size, stash = self.extent.size, self.line.stash
+        buffer = self.link.pool.get(stash, swapped.shape, swapped.dtype, size)
+        pooled = buffer is not None
+        if buffer is None:  # the limit is reached; two threads read, so at most two of these are about
+            buffer = HostBuffer(torch.empty(size, dtype=torch.uint8))
+            buffer.shape_as(swapped.shape, swapped.dtype)
         if buffer.available is not None:
             buffer.available.synchronize()
         self.disk.read(buffer, self.extent)
         self.link.copy_back(swapped, buffer, None, ready)
-        pool.put(buffer)
+        if pooled:
+            stash.append(buffer)
 
     def wait_back(self, swapped: Swapped) -> None:
         """Wait for the disk, then as for a buffer."""
@@ -156,7 +160,7 @@ class DiskPlace:
         if reading is not None:
             begin = perf_counter()
             reading.result()
-            self.line.seconds["stall"] += perf_counter() - begin
+            self.line.stall_seconds += perf_counter() - begin
         self.link.wait_back(swapped)
 
     def close(self) -> None:
@@ -165,5 +169,5 @@ class DiskPlace:
 
     def _closed(self, _: Future[None]) -> None:
         if self.buffer is not None:
-            self.link.pool.put(self.buffer)
+            self.line.stash.append(self.buffer)
         self.disk.release(self.extent)

@@ -9,6 +9,7 @@ import torch
 
 from lowtide.operators.calls import Site
 from lowtide.operators.kinds import LayerKind
+from lowtide.operators.observe import Pack
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.ledger import Ledger, Line
 
@@ -21,12 +22,18 @@ BOUNDARY = "input"
 class Action(NamedTuple):
     """What becomes of one saved tensor."""
 
-    swap: Swap | None
-    """How it is swapped; None if it is rebuilt."""
+    decision: Decision
+    """Keep where all there is to do is to notice that this operator runs."""
+    position: int
+    """The place of the operator that saves it."""
     owner: str
     """Whose value it is."""
     last: bool
     """Whether it is the last of its storage, and so the first that backward asks for."""
+    alone: bool
+    """Whether nothing else will ask for its storage: no other saved tensor, no call to be repeated."""
+    plain: bool
+    """Whether it is swapped to host memory, alone and with nothing due: on the host itself, one copy does it all."""
     cast: bool
     """Whether it is a cast of the owner's value."""
     dtype: torch.dtype
@@ -43,8 +50,6 @@ class LayerProgram(NamedTuple):
     kind: LayerKind
     actions: tuple[Action | None, ...]
     """One for each tensor that is saved, in order; None keeps it."""
-    positions: tuple[int, ...]
-    """For each tensor that is saved, the place of the operator that saves it."""
     recomputed: frozenset[str]
     """The operators whose calls are captured and repeated."""
     refused: tuple[str, ...]
@@ -55,56 +60,82 @@ class LayerProgram(NamedTuple):
     """All operators; a call that is none of them only views or casts."""
     random: frozenset[str]
     """The operators that draw random numbers."""
-    longest: int
-    """The largest prefetch."""
+    due: frozenset[int]
+    """How many operators after the layer's first something is due: memory to let go, or a copy back to start. Some of
+    it lies in the layers that follow."""
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing is to be done."""
-        return not any(self.actions)
+    def idle(self) -> bool:
+        """Whether the layer keeps everything."""
+        return all(action is None or isinstance(action.decision, Keep) for action in self.actions)
 
 
 def compile_layer(
-    index: int, kind: LayerKind, decisions: Mapping[str, Decision], boundary: Keep | Swap, ledger: Ledger
+    index: int,
+    kind: LayerKind,
+    decisions: Mapping[str, Decision],
+    boundary: Keep | Swap,
+    ledger: Ledger,
+    due_before: frozenset[int] = frozenset(),
 ) -> LayerProgram:
-    """Work out what layer ``index`` does."""
+    """Work out what layer ``index`` does; ``due_before`` is what earlier layers have due in it."""
     facts = {operator.name: operator for operator in kind.operators}
     asked = [name for name, decision in decisions.items() if isinstance(decision, Recompute)]
     recomputed = frozenset(name for name in asked if facts[name].repeatable)
-    refused = tuple(name for name in asked if not facts[name].repeatable and facts[name].owned)
-    places = {name: place for place, name in enumerate(facts)}
+    positions = _positions(kind)
+    first = {pack.storage: number for number, pack in reversed(list(enumerate(kind.packs)))}
     last = {pack.storage: number for number, pack in enumerate(kind.packs)}
+
+    def decide(pack: Pack) -> Decision:
+        if not pack.movable:
+            return Keep()
+        if pack.source == "boundary":
+            return boundary
+        decision = decisions.get(pack.owner, Keep()) if pack.source == "operator" else Keep()
+        return Keep() if isinstance(decision, Recompute) and pack.owner not in recomputed else decision
+
+    due = set(due_before)
+    for position, pack in zip(positions, kind.packs, strict=True):
+        decision = decide(pack)
+        if isinstance(decision, Swap):
+            due.add(position + decision.prefetch)
+    waiting = sorted(due)
     actions: list[Action | None] = []
-    positions: list[int] = []
-    position = 0
-    for number, pack in enumerate(kind.packs):
-        position = places.get(pack.operator, position)
-        positions.append(position)
+    for number, (position, pack) in enumerate(zip(positions, kind.packs, strict=True)):
+        decision = decide(pack)
+        reached = bool(waiting) and waiting[0] <= position
+        while waiting and waiting[0] <= position:
+            waiting.pop(0)
+        if isinstance(decision, Keep) and not reached:
+            actions.append(None)
+            continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
-        decision = boundary if pack.source == "boundary" else decisions.get(pack.owner, Keep())
-        if not pack.movable or pack.source not in ("operator", "boundary") or isinstance(decision, Keep):
-            actions.append(None)
-            continue
-        if isinstance(decision, Recompute) and owner not in recomputed:
-            actions.append(None)
-            continue
-        swap = decision if isinstance(decision, Swap) else None
-        line = ledger.line(index, owner)
         final = last[pack.storage] == number
-        actions.append(Action(swap, owner, final, pack.cast, pack.dtype, len(pack.shape), line))
-    prefetches = [action.swap.prefetch for action in actions if action is not None and action.swap is not None]
+        alone = final and first[pack.storage] == number and not recomputed
+        plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
+        line = ledger.line(index, owner)
+        action = Action(decision, position, owner, final, alone, plain, pack.cast, pack.dtype, len(pack.shape), line)
+        actions.append(action)
     return LayerProgram(
         index,
         kind,
         tuple(actions),
-        tuple(positions),
         recomputed,
-        refused,
+        tuple(name for name in asked if not facts[name].repeatable and facts[name].owned),
         _sites(kind, recomputed),
         frozenset(facts),
         frozenset(name for name, operator in facts.items() if operator.random),
-        max(prefetches, default=0),
+        frozenset(due),
     )
+
+
+def _positions(kind: LayerKind) -> list[int]:
+    """For each tensor that is saved, the place of the operator that saves it."""
+    places = {operator.name: place for place, operator in enumerate(kind.operators)}
+    positions: list[int] = []
+    for pack in kind.packs:  # what only views or casts has no place of its own
+        positions.append(places.get(pack.operator, positions[-1] if positions else 0))
+    return positions
 
 
 def _sites(kind: LayerKind, recomputed: frozenset[str]) -> dict[str, tuple[Site, ...]]:

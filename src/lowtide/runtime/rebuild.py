@@ -20,24 +20,25 @@ insides from its place in the layer's learnt list, after comparing operator, dty
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import (
     StorageWeakRef,
     autocast_contexts,
+    autocast_state,
     storage_key,
     tree_leaves,
-    tree_map,
     weak_storage,
 )
 from lowtide.errors import RebuildError
-from lowtide.operators.calls import tensors_of
+from lowtide.operators.calls import mapped, tensors_of
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.saved import Saved
 
@@ -88,6 +89,8 @@ class Cast(NamedTuple):
         return tensor
 
 
+_HOST = torch.device("cpu")
+
 Reference: TypeAlias = Produced | Inside | Cast
 
 
@@ -117,7 +120,7 @@ class CapturedCall:
 
     __slots__ = (
         "arguments", "autocast", "function", "insides", "ledger", "line", "name", "outputs", "pending", "random",
-        "wanted",
+        "wanted", "wants_insides",
     )  # fmt: skip
 
     def __init__(
@@ -125,17 +128,19 @@ class CapturedCall:
     ) -> None:
         self.name, self.function, self.arguments = name, function, arguments
         self.line, self.ledger = line, ledger
-        self.autocast = autocast_contexts()
+        self.autocast = autocast_state()
         self.random = _RandomState(arguments) if random else None
         self.pending = 0
         self.wanted: set[tuple[str, int]] = set()
         self.outputs: dict[int, Tensor] | None = None
         self.insides: dict[int, Tensor] = {}
+        self.wants_insides = False
 
     def want(self, kind: str, index: int) -> None:
         """Something outstanding refers to an output or an inside of this call."""
         self.pending += 1
         self.wanted.add((kind, index))
+        self.wants_insides |= kind == "inside"
 
     def output(self, index: int) -> Tensor:
         self._rebuild()
@@ -155,30 +160,29 @@ class CapturedCall:
     def _rebuild(self) -> None:
         if self.outputs is not None:
             return
-        saved: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> int:
-            # Detached: the graph holds this function, which holds the list, which must not hold the graph.
-            saved.append(tensor.detach())
-            return len(saved) - 1
-
-        args, kwargs = tree_map(self._argument, self.arguments)
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+        args, kwargs = mapped(self.arguments, self._argument)
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), _HOST)
         begin = self.ledger.begin(device)
-        with ExitStack() as stack:
-            for context in self.autocast():
+        contexts = autocast_contexts(self.autocast)
+        saved: list[Tensor] = []
+        if self.wants_insides:
+
+            def pack(tensor: Tensor) -> int:
+                # Detached: the graph holds this function, which holds the list, which must not hold the graph.
+                saved.append(tensor.detach())
+                return len(saved) - 1
+
+            contexts.append(saved_tensors_hooks(pack, _never))
+        if self.random is not None:
+            contexts.append(self.random.restored())
+        with torch.enable_grad(), ExitStack() as stack:
+            for context in contexts:
                 stack.enter_context(context)
-            if self.random is not None:
-                stack.enter_context(torch.random.fork_rng(devices=self.random.devices, device_type=self.random.kind))
-                self.random.restore()
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
-            result = self.function(*args, **kwargs)
-        self.ledger.end(self.line, "recompute", device, begin)
+            produced = tensors_of(self.function(*args, **kwargs))
+        self.ledger.end(self.line, device, begin)
         self.line.recomputes += 1
-        produced = tensors_of(result)
-        self.outputs = {i: produced[i].detach() for kind, i in self.wanted if kind == "output"}
-        self.insides = {i: saved[i] for kind, i in self.wanted if kind == "inside"}
+        self.outputs = {index: produced[index].detach() for kind, index in self.wanted if kind == "output"}
+        self.insides = {index: saved[index] for kind, index in self.wanted if kind == "inside"}
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, _Held):
@@ -230,7 +234,7 @@ class Registry:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a call, with references in place of what captured calls produced."""
-        return tree_map(self._hold, (args, kwargs))
+        return mapped((args, kwargs), self._hold)
 
     def _hold(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -253,10 +257,14 @@ class _RandomState:
         kinds = {tensor.device.type for tensor in held} - {"cpu"}
         self.kind = kinds.pop() if kinds else "cuda"
 
-    def restore(self) -> None:
-        torch.set_rng_state(self.host)
-        if self.devices:
-            set_device_states(self.devices, self.states, device_type=self.kind)
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The random numbers as they were; afterwards they go on from where they are now."""
+        with torch.random.fork_rng(devices=self.devices, device_type=self.kind):
+            torch.set_rng_state(self.host)
+            if self.devices:
+                set_device_states(self.devices, self.states, device_type=self.kind)
+            yield
 
 
 def _never(place: int) -> Tensor:

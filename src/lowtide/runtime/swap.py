@@ -17,25 +17,27 @@ import torch
 from torch import Tensor
 
 from lowtide._torch_private import (
+    PLAIN,
     StorageWeakRef,
+    Subclass,
     at_end_of_backward,
     current_backward,
-    inner_tensors,
-    rebuilt_subclass,
     storage_key,
+    taken_apart,
     weak_storage,
 )
 from lowtide.errors import SwapError
 from lowtide.policy import Swap
 from lowtide.runtime.disk import DiskFile
-from lowtide.runtime.host import HostPool
+from lowtide.runtime.host import HostBuffer, HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.places import DiskPlace, HostPlace, Link
+from lowtide.runtime.saved import unpack
 from lowtide.runtime.schedule import Schedule
 from lowtide.runtime.transfer import Copy
 
-__all__ = ["Departures", "SwapManager", "Swapped"]
+__all__ = ["Departures", "SwapManager", "Swapped", "copy_on_host"]
 
 Place: TypeAlias = HostPlace | DiskPlace
 
@@ -156,12 +158,45 @@ class Swapped:
             return
 
 
+class _Copied:
+    """A tensor of the host's own that was swapped to the host: a plain copy, which is done when it is made."""
+
+    __slots__ = ("buffer", "line")
+
+    def __init__(self, buffer: HostBuffer, line: Line) -> None:
+        self.buffer, self.line = buffer, line
+
+    def tensor(self) -> Tensor:
+        return self.buffer.memory.clone()
+
+    def __del__(self) -> None:
+        self.line.stash.append(self.buffer)
+
+
+def copy_on_host(tensor: Tensor, line: Line) -> _Copied | None:
+    """Copy a tensor of the host's own, if the operator's last buffer fits it just so; this path has to be short."""
+    stash = line.stash
+    if not stash or not tensor.is_contiguous():
+        return None
+    buffer = stash.pop()
+    memory = buffer.memory
+    size = memory.nbytes
+    if memory.shape != tensor.shape or memory.dtype is not tensor.dtype or tensor.untyped_storage().nbytes() != size:
+        stash.append(buffer)
+        return None
+    memory.copy_(tensor)
+    line.swaps += 1
+    line.moved_bytes += size
+    line.freed_bytes += size
+    return _Copied(buffer, line)
+
+
 class SwappedView:
     """Another view of a swapped storage."""
 
     __slots__ = ("dtype", "offset", "shape", "stride", "swapped")
 
-    def __init__(self, swapped: Swapped, tensor: Tensor) -> None:
+    def __init__(self, swapped: Swapped | _Copied, tensor: Tensor) -> None:
         self.swapped, self.dtype = swapped, tensor.dtype
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -178,7 +213,7 @@ class _Gathered:
 
     __slots__ = ("offset", "shape", "stride", "swapped")
 
-    def __init__(self, swapped: Swapped, tensor: Tensor) -> None:
+    def __init__(self, swapped: Swapped | _Copied, tensor: Tensor) -> None:
         self.swapped = swapped
         self.shape, self.stride = tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset() % 64  # kernels may choose by alignment
@@ -193,20 +228,16 @@ class _Gathered:
 class _Parts:
     """A tensor subclass, such as a DTensor, whose parts left."""
 
-    __slots__ = ("context", "kind", "names", "parts", "shape", "stride")
+    __slots__ = ("parts", "whole")
 
-    def __init__(self, tensor: Tensor, names: list[str], context: object, parts: list[SavedPart]) -> None:
-        self.kind, self.names, self.context, self.parts = type(tensor), names, context, parts
-        self.shape, self.stride = tensor.shape, tensor.stride()
+    def __init__(self, whole: Subclass, parts: dict[str, SavedPart]) -> None:
+        self.whole, self.parts = whole, parts
 
     def tensor(self) -> Tensor:
-        parts = [part if isinstance(part, Tensor) else part.tensor() for part in self.parts]
-        return rebuilt_subclass(
-            self.kind, dict(zip(self.names, parts, strict=True)), self.context, self.shape, self.stride
-        )
+        return self.whole.rebuilt({name: unpack(part) for name, part in self.parts.items()})
 
 
-SavedPart: TypeAlias = Tensor | Swapped | SwappedView | _Gathered | _Parts
+SavedPart: TypeAlias = Tensor | Swapped | _Copied | SwappedView | _Gathered | _Parts
 
 
 class SwapManager:
@@ -219,7 +250,8 @@ class SwapManager:
         self.returned: list[weakref.ReferenceType[Swapped]] = []
         self.returning_bytes = 0
         self.backward = -1
-        self.pools: dict[bool, HostPool] = {}
+        self.host_pool = HostPool(limits.host_bytes, pinned=False)
+        self.pinned_pool = HostPool(limits.host_bytes, pinned=True)
         self.links: dict[torch.device, Link] = {}
         self._disk: DiskFile | None = None
 
@@ -234,16 +266,14 @@ class SwapManager:
         """The way between a device and the host."""
         found = self.links.get(device)
         if found is None:
-            pinned = device.type != "cpu"
-            if pinned not in self.pools:
-                self.pools[pinned] = HostPool(self.limits.host_bytes, pinned=pinned)
-            found = self.links[device] = Link(device, self.pools[pinned], self.ledger)
+            pool = self.host_pool if device.type == "cpu" else self.pinned_pool
+            found = self.links[device] = Link(device, pool, self.ledger)
         return found
 
     def take(self, source: Tensor, size: int, swap: Swap, line: Line) -> Swapped | None:
         """Start copying ``source``, which holds a storage of ``size`` bytes; None if it has to stay."""
         link = self.link(source.device)
-        buffer = link.pool.get(source.nbytes)
+        buffer = link.pool.get(line.stash, source.shape, source.dtype, source.nbytes)
         if buffer is None:
             line.keep(size, "the limit of host memory is reached")
             return None
@@ -259,14 +289,28 @@ class SwapManager:
                 place = DiskPlace(link, source, buffer, line, self.disk, extent)
         except RuntimeError as error:
             line.keep(size, f"the copy out failed: {str(error).splitlines()[0][:120]}")
-            link.pool.put(buffer)
+            line.stash.append(buffer)
             if extent is not None:
                 self.disk.release(extent)
             return None
         line.swaps += 1
         line.moved_bytes += size
-        line.copied_bytes += source.nbytes
+        line.spared_bytes += size - source.nbytes
         return Swapped(self, source, size, line, place)
+
+    def copy(self, source: Tensor, size: int, line: Line) -> _Copied | None:
+        """Copy a tensor of the host's own; None if there is no room."""
+        pool = self.host_pool
+        buffer = pool.get(line.stash, source.shape, source.dtype, source.nbytes)
+        if buffer is None:
+            line.keep(size, "the limit of host memory is reached")
+            return None
+        buffer.memory.copy_(source)
+        line.swaps += 1
+        line.moved_bytes += size
+        line.freed_bytes += size
+        line.spared_bytes += size - source.nbytes
+        return _Copied(buffer, line)
 
     def came_back(self, swapped: Swapped) -> None:
         """Note what came back, so that it can go at the end of this backward if the graph lives on."""
@@ -288,7 +332,8 @@ class SwapManager:
 
     def close(self) -> None:
         """Give everything back that nothing refers to any more."""
-        self.pools.clear()
+        for line in self.ledger.lines.values():
+            line.stash.clear()
         self.links.clear()
         if self._disk is not None:
             self._disk.close()
@@ -298,57 +343,68 @@ class SwapManager:
 class Departures:
     """What leaves while one layer runs: each storage once."""
 
+    __slots__ = ("known", "latest", "manager")
+
     def __init__(self, manager: SwapManager) -> None:
         self.manager = manager
-        self.known: dict[int, tuple[StorageWeakRef, Swapped]] = {}
+        self.known: dict[int, tuple[StorageWeakRef, Swapped | _Copied, torch.Size, torch.dtype]] = {}
         self.latest: list[Swapped] = []
-        """What the last tensor that was asked for consists of."""
+        """What of the last tensor that was asked for will have to come back."""
 
-    def out(self, tensor: Tensor, swap: Swap, line: Line, due: int) -> SavedPart:
+    def out(self, tensor: Tensor, swap: Swap, line: Line, due: int, *, alone: bool = False) -> SavedPart:
         """Start taking ``tensor`` out of the device's memory; itself, if it has to stay.
 
-        Its memory is let go when operator ``due`` is reached.
+        Its memory is let go when operator ``due`` is reached. ``alone`` says that nothing else of its storage follows.
         """
         self.latest = []
-        return self._out(tensor, swap, line, due)
+        return self._out(tensor, swap, line, due, alone)
 
-    def find(self, tensor: Tensor) -> Swapped | SwappedView | None:
+    def find(self, tensor: Tensor) -> Swapped | _Copied | SwappedView | None:
         """How ``tensor`` can be had back, if its storage has left."""
-        if inner_tensors(tensor)[0]:
-            return None
-        known = self.known.get(storage_key(tensor))
+        known = self.known.get(storage_key(tensor)) if type(tensor) in PLAIN else None
         if known is None or known[0].expired():
             return None
-        return self._as_seen(known[1], tensor)
+        swapped, shape, dtype = known[1:]
+        if isinstance(swapped, Swapped):
+            self.latest.append(swapped)
+        same = shape == tensor.shape and dtype is tensor.dtype and tensor.is_contiguous()
+        return swapped if same else SwappedView(swapped, tensor)
 
-    def _out(self, tensor: Tensor, swap: Swap, line: Line, due: int) -> SavedPart:
-        names, context = inner_tensors(tensor)
-        if names:
-            parts = [self._out(getattr(tensor, name), swap, line, due) for name in names]
-            return tensor if all(isinstance(part, Tensor) for part in parts) else _Parts(tensor, names, context, parts)
-        key = storage_key(tensor)
-        known = self.known.get(key)
-        if known is not None and not known[0].expired():
-            self.latest.append(known[1])
-            return self._as_seen(known[1], tensor)
+    def _out(self, tensor: Tensor, swap: Swap, line: Line, due: int, alone: bool) -> SavedPart:
+        if type(tensor) not in PLAIN:
+            whole = taken_apart(tensor)
+            if whole is None:
+                line.keep(0, f"a {type(tensor).__name__} cannot be taken apart")
+                return tensor
+            parts = {name: self._out(part, swap, line, due, alone) for name, part in whole.tensors.items()}
+            if all(isinstance(part, Tensor) for part in parts.values()):
+                return tensor
+            return _Parts(whole._replace(tensors={}), parts)
+        if self.known:
+            found = self.find(tensor)
+            if found is not None:
+                return found
         size = tensor.untyped_storage().nbytes()
-        if size < self.manager.limits.minimum_bytes:
+        manager = self.manager
+        if size < manager.limits.minimum_bytes:
             line.keep(size, "smaller than the minimum")
             return tensor
-        source, whole = _departing(tensor, size)
-        swapped = self.manager.take(source, size, swap, line)
+        source, entire = _departing(tensor, size)
+        swapped: Swapped | _Copied | None
+        if tensor.is_cpu and swap.tier == "host":
+            swapped = manager.copy(source, size, line)
+        else:
+            swapped = manager.take(source, size, swap, line)
+            if swapped is not None:
+                self.latest.append(swapped)
+                manager.schedule.leave(swapped.reference, size, due)
         if swapped is None:
             return tensor
-        self.latest.append(swapped)
-        self.manager.schedule.leave(swapped.reference, size, due)
-        if not whole:
+        if not entire:
             return _Gathered(swapped, tensor)
-        self.known[key] = (weak_storage(tensor), swapped)
-        return self._as_seen(swapped, tensor)
-
-    def _as_seen(self, swapped: Swapped, tensor: Tensor) -> Swapped | SwappedView:
-        same = swapped.shape == tensor.shape and swapped.dtype is tensor.dtype and tensor.is_contiguous()
-        return swapped if same else SwappedView(swapped, tensor)
+        if not alone:
+            self.known[storage_key(tensor)] = (weak_storage(tensor), swapped, source.shape, source.dtype)
+        return swapped if source is tensor else SwappedView(swapped, tensor)
 
 
 def _departing(tensor: Tensor, size: int) -> tuple[Tensor, bool]:
