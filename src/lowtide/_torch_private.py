@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "PLAIN",
     "AutocastState",
+    "DisableTorchFunction",
     "FakeTensorMode",
     "StorageWeakRef",
     "Subclass",
@@ -115,22 +117,25 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ]
 
 
-AutocastState: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]
-"""For each kind of device whether autocast is on, and to what."""
+AutocastState: TypeAlias = tuple[tuple[str, torch.dtype | None], ...]
+"""For each kind of device what autocast casts to; None where it is off."""
 
 
 def autocast_state() -> AutocastState:
     """How autocast is set now."""
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_kinds())
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    return tuple([(kind, dtype(kind) if enabled(kind) else None) for kind in _device_kinds()])
 
 
 def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]]:
     """Contexts that set autocast as it was, where that is another way than now."""
     now = autocast_state()
+    if now == state:
+        return []
     return [
-        torch.autocast(kind, dtype=dtype, enabled=enabled)
-        for (kind, enabled, dtype), setting in zip(state, now, strict=True)
-        if (kind, enabled, dtype) != setting
+        torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+        for (kind, dtype), setting in zip(state, now, strict=True)
+        if (kind, dtype) != setting
     ]
 
 

@@ -194,15 +194,17 @@ def _gather(value: Any, found: list[Tensor]) -> None:
         found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same nesting of tuples, lists and mappings, each leaf but plain values replaced by ``leaf`` of it."""
+def mapped(value: Any, leaf: Callable[[Any], Any], leaves: tuple[type, ...]) -> Any:
+    """The same nesting of tuples, lists and mappings, with ``leaf`` of it in place of each value of a leaf class."""
     kind = type(value)
+    if kind in leaves:
+        return leaf(value)
     if kind in _ATOMS:
         return value
     if kind is tuple:
-        return tuple([mapped(item, leaf) for item in value])
+        return tuple([mapped(item, leaf, leaves) for item in value])
     if kind is list:
-        return [mapped(item, leaf) for item in value]
+        return [mapped(item, leaf, leaves) for item in value]
     if kind is dict:
-        return {key: mapped(item, leaf) for key, item in value.items()}
-    return leaf(value) if isinstance(value, Tensor) else tree_map(leaf, value)
+        return {key: mapped(item, leaf, leaves) for key, item in value.items()} if value else value
+    return tree_map(leaf, value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import storage_key
+from lowtide._torch_private import DisableTorchFunction, storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.intercept import Function, Wrappers, intercept
@@ -247,24 +247,34 @@ class _Recomputing(_Run):
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
         if self.name:
             return function(*args, **kwargs)
+        with DisableTorchFunction():  # our own look at the tensors is nobody's call
+            self._begin(name, function, args, kwargs)
+        try:
+            output = function(*args, **kwargs)
+            if self.open is not None:
+                with DisableTorchFunction():
+                    self.registry.add(self.open, tensors_of(output), {storage_key(tensor) for tensor in self.given})
+            return output
+        finally:
+            self.name, self.open, self.given = "", None, []
+
+    def _begin(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         program, registry = self.program, self.registry
         self.name, self.place = name, 0
         self.given = given = tensors_of((args, kwargs))
         # What only casts belongs to what it was given, so it is rebuilt if that is.
-        if name in program.recomputed or (
-            name not in program.known and any(registry.find(tensor) is not None for tensor in given)
-        ):
+        line = program.recomputed.get(name)
+        if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
+            line = self.manager.ledger.line(program.layer, name)
+        if line is not None:
+            device = given[0].device if given else torch.device("cpu")
             arguments = registry.capture(args, kwargs)
-            ledger = self.manager.ledger
-            line = ledger.line(program.layer, name)
-            self.open = CapturedCall(name, function, arguments, line, ledger, random=name in program.random)
-        try:
-            output = function(*args, **kwargs)
-            if self.open is not None:
-                registry.add(self.open, tensors_of(output), {storage_key(tensor) for tensor in given})
-            return output
-        finally:
-            self.name, self.open, self.given = "", None, []
+            random = name in program.random
+            self.open = CapturedCall(name, function, arguments, device, line, self.manager.ledger, random=random)
+
+    def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
+        with DisableTorchFunction():
+            return _Run.act(self, tensor, action)
 
     def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         produced = self.registry.find(tensor)

@@ -50,8 +50,8 @@ class LayerProgram(NamedTuple):
     kind: LayerKind
     actions: tuple[Action | None, ...]
     """One for each tensor that is saved, in order; None keeps it."""
-    recomputed: frozenset[str]
-    """The operators whose calls are captured and repeated."""
+    recomputed: Mapping[str, Line]
+    """The operators whose calls are captured and repeated, and where that is counted."""
     refused: tuple[str, ...]
     """The operators that were to be recomputed and are kept, since their call cannot be repeated."""
     sites: Mapping[str, tuple[Site, ...]]
@@ -120,7 +120,7 @@ def compile_layer(
         index,
         kind,
         tuple(actions),
-        recomputed,
+        {name: ledger.line(index, name) for name in recomputed},
         tuple(name for name in asked if not facts[name].repeatable and facts[name].owned),
         _sites(kind, recomputed),
         frozenset(facts),

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import (
+    PLAIN,
     StorageWeakRef,
     autocast_contexts,
     autocast_state,
@@ -50,16 +51,16 @@ class Produced(NamedTuple):
 
     call: CapturedCall
     output: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    view: tuple[torch.Size, tuple[int, ...], int] | None
+    """The view's shape, stride and offset; None for the output itself."""
 
-    def view(self) -> Tensor:
+    def here(self) -> Tensor:
         """The tensor, rebuilt if it is not there."""
-        return self.call.output(self.output).as_strided(self.size, self.stride, self.offset)
+        tensor = self.call.output(self.output)
+        return tensor if self.view is None else tensor.as_strided(*self.view)
 
     def tensor(self) -> Tensor:
-        tensor = self.view()
+        tensor = self.here()
         self.call.release()
         return tensor
 
@@ -84,12 +85,10 @@ class Cast(NamedTuple):
     size: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        tensor = self.source.view().to(self.dtype).view(self.size)
+        tensor = self.source.here().to(self.dtype).view(self.size)
         self.source.call.release()
         return tensor
 
-
-_HOST = torch.device("cpu")
 
 Reference: TypeAlias = Produced | Inside | Cast
 
@@ -115,19 +114,23 @@ class _Referred:
         self.source, self.requires_grad = source, requires_grad
 
 
+_ARGUMENTS = (_Held, _Referred)
+
+
 class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
     __slots__ = (
-        "arguments", "autocast", "function", "insides", "ledger", "line", "name", "outputs", "pending", "random",
-        "wanted", "wants_insides",
+        "arguments", "autocast", "device", "function", "insides", "ledger", "line", "name", "outputs", "pending",
+        "random", "wanted", "wants_insides",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, function: Callable[..., Any], arguments: Any, line: Line, ledger: Ledger, *, random: bool
-    ) -> None:
+        self, name: str, function: Callable[..., Any], arguments: Any, device: torch.device, line: Line, ledger: Ledger,
+        *, random: bool,
+    ) -> None:  # fmt: skip
         self.name, self.function, self.arguments = name, function, arguments
-        self.line, self.ledger = line, ledger
+        self.line, self.ledger, self.device = line, ledger, device
         self.autocast = autocast_state()
         self.random = _RandomState(arguments) if random else None
         self.pending = 0
@@ -160,9 +163,8 @@ class CapturedCall:
     def _rebuild(self) -> None:
         if self.outputs is not None:
             return
-        args, kwargs = mapped(self.arguments, self._argument)
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), _HOST)
-        begin = self.ledger.begin(device)
+        args, kwargs = mapped(self.arguments, self._argument, _ARGUMENTS)
+        begin = self.ledger.begin(self.device)
         contexts = autocast_contexts(self.autocast)
         saved: list[Tensor] = []
         if self.wants_insides:
@@ -175,11 +177,15 @@ class CapturedCall:
             contexts.append(saved_tensors_hooks(pack, _never))
         if self.random is not None:
             contexts.append(self.random.restored())
-        with torch.enable_grad(), ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            produced = tensors_of(self.function(*args, **kwargs))
-        self.ledger.end(self.line, device, begin)
+        with torch.enable_grad():
+            if contexts:
+                with ExitStack() as stack:
+                    for context in contexts:
+                        stack.enter_context(context)
+                    produced = tensors_of(self.function(*args, **kwargs))
+            else:
+                produced = tensors_of(self.function(*args, **kwargs))
+        self.ledger.end(self.line, self.device, begin)
         self.line.recomputes += 1
         self.outputs = {index: produced[index].detach() for kind, index in self.wanted if kind == "output"}
         self.insides = {index: saved[index] for kind, index in self.wanted if kind == "inside"}
@@ -194,9 +200,10 @@ class CapturedCall:
                     f"{self.name} cannot be recomputed: one of its inputs was changed in place after it ran"
                     f" (version {value.tensor._version}, expected {value.version}); keep this operator"
                 )
-            return value.tensor.detach().requires_grad_(value.requires_grad)
+            return value.tensor  # the graph that grows on it is dropped at once
         if isinstance(value, _Referred):
-            return value.source.tensor().detach().requires_grad_(value.requires_grad)
+            tensor = value.source.tensor()
+            return tensor.detach().requires_grad_() if value.requires_grad else tensor
         return value
 
 
@@ -204,7 +211,7 @@ class Registry:
     """The outputs of captured calls that are alive while a layer runs, by storage."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[StorageWeakRef, CapturedCall, int, int]] = {}
+        self.entries: dict[int, tuple[StorageWeakRef, CapturedCall, int, int, Any]] = {}
         self.held: list[_Held] = []
 
     def add(self, call: CapturedCall, outputs: list[Tensor], given: set[int]) -> None:
@@ -212,17 +219,19 @@ class Registry:
         for index, tensor in enumerate(outputs):
             key = storage_key(tensor)
             if key not in given:
-                self.entries[key] = (weak_storage(tensor), call, index, tensor._version)
+                layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
+                self.entries[key] = (weak_storage(tensor), call, index, tensor._version, layout)
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
         entry = self.entries.get(storage_key(tensor))
         if entry is None:
             return None
-        alive, call, index, version = entry
+        alive, call, index, version, layout = entry
         if alive.expired() or tensor._version != version:
             return None
-        return Produced(call, index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return Produced(call, index, None if view == layout else view)
 
     def send_away(self, away: Callable[[Tensor], Saved | None]) -> None:
         """Let go of held arguments that are swapped: they come back from there."""
@@ -234,7 +243,7 @@ class Registry:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a call, with references in place of what captured calls produced."""
-        return mapped((args, kwargs), self._hold)
+        return mapped((args, kwargs), self._hold, PLAIN)
 
     def _hold(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
