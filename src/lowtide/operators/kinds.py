@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lowtide.operators.families import aliases_of
 from lowtide.operators.observe import Observation, Pack
 from lowtide.policy import Operator
 
@@ -54,8 +55,9 @@ class LayerKind(NamedTuple):
 
     @property
     def catalogue(self) -> tuple[Operator, ...]:
-        """The operators as a Policy is resolved against them."""
-        return tuple(Operator(operator.name, operator.consumers) for operator in self.operators)
+        """The operators as a Policy is resolved against them, with the names that users of the guides know."""
+        aliases = aliases_of(operator.name for operator in self.operators)
+        return tuple(Operator(operator.name, operator.consumers, aliases[operator.name]) for operator in self.operators)
 
 
 def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:

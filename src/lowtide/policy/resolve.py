@@ -11,11 +11,14 @@ Which setting wins, strongest first:
 In a Policy from a file, a swapped operator whose output directly feeds a recomputed operator is
 kept instead: the recomputation would want it back at once. Every setting that had no effect is
 reported with the reason.
+
+A pattern is matched against the names of the operators and their aliases alike; decisions are by
+the operator's own name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lowtide.errors import PolicyError, UnmatchedError
@@ -33,6 +36,9 @@ class Operator(NamedTuple):
     """Its dotted path inside the layer: ``feed_forward.mul``."""
     consumers: tuple[str, ...] = ()
     """The operators of the same layer that read its output."""
+    aliases: tuple[str, ...] = ()
+    """Other dotted paths it is known by: ``mlp.activation_func.silu``. Several operators may share one; one that is the
+    own name of another operator means that operator alone."""
 
 
 class Catalogue(NamedTuple):
@@ -164,8 +170,12 @@ def _resolve_layer(
     if len(set(names)) != len(names):
         twice = next(name for position, name in enumerate(names) if name in names[:position])
         raise PolicyError(f"the catalogue lists the operator {twice} twice in one layer")
-    tree = NameTree.of(names)
-    targets = [(rule, rule.pattern.operators(tree, modules=not rule.operators_only)) for rule in settings.rules]
+    vocabulary = _Vocabulary(operators)
+    tree = vocabulary.tree
+    targets = [
+        (rule, frozenset(vocabulary.own(rule.pattern.operators(tree, modules=not rule.operators_only))))
+        for rule in settings.rules
+    ]
 
     kept = _union(named for rule, named in targets if isinstance(rule.decision, Keep))
     recomputed = _union(named for rule, named in targets if isinstance(rule.decision, Recompute))
@@ -205,7 +215,7 @@ def _resolve_layer(
         by_default = any(name in winner and winner[name] is None and name not in feeds for name in names)
         reason = "" if by_default else "every operator of the layer is decided otherwise"
         outcomes.append(_Outcome(None, str(settings.default), True, reason))
-    collectives = _Collectives(settings, tree, whole)
+    collectives = _Collectives(settings, vocabulary, whole)
     resolved = ResolvedLayer(decisions, settings.boundary, collectives.repeated, collectives.kept)
     return resolved, outcomes + collectives.outcomes
 
@@ -239,16 +249,33 @@ def _why_not(
     return "an exclude keeps it"
 
 
+class _Vocabulary:
+    """What patterns are matched against: the names of a layer's operators, and their aliases."""
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        own = {operator.name: [operator.name] for operator in operators}
+        others: dict[str, list[str]] = {}
+        for operator in operators:
+            for alias in operator.aliases:
+                others.setdefault(alias, []).append(operator.name)
+        self.meanings = others | own
+        self.tree = NameTree.of([*own, *(alias for alias in others if alias not in own)])
+
+    def own(self, names: Iterable[str]) -> list[str]:
+        """The operators that names and aliases mean, by their own names, each once."""
+        return list(dict.fromkeys(own for name in names for own in self.meanings[name]))
+
+
 class _Collectives:
     """The collectives of a layer that are repeated or kept, and what each setting did."""
 
-    def __init__(self, settings: LayerPolicy, tree: NameTree, whole: bool) -> None:
+    def __init__(self, settings: LayerPolicy, vocabulary: _Vocabulary, whole: bool) -> None:
         self.outcomes: list[_Outcome] = []
         repeated: dict[str, None] = {}
         kept: dict[str, None] = {}
         for rule in settings.communication:
-            matches = rule.pattern.matches(tree)
-            operators = [match.name for match in matches if not match.is_module]
+            matches = rule.pattern.matches(vocabulary.tree)
+            operators = vocabulary.own(match.name for match in matches if not match.is_module)
             reason = ""
             if matches and not operators:
                 reason = "it names a module, and only an operator has a collective"
@@ -290,7 +317,7 @@ class _Report:
             if builtin and self._sibling_matched(setting, action):
                 continue
             if tree is None:
-                tree = NameTree.of(dict.fromkeys(operator.name for kind in kinds for operator in kind))
+                tree = NameTree.of(dict.fromkeys(name for kind in kinds for o in kind for name in (o.name, *o.aliases)))
             near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CommRule)) else ()
             items.append(
                 Unused(label, action, tuple(layers), "no operator or module has this name", "unmatched", near, builtin)
