@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from lowtide import Decision, Keep, Policy, Recompute, Resolution, Swap, load_policy, resolve
 from lowtide.operators.families import PARTS, aliases_of
+from lowtide.operators.survey import Survey
 from lowtide.policy import LayerPolicy, Pattern, Rule
 from tiny_models import surveyed
 
@@ -16,9 +18,14 @@ LLAMAS = ["llama", "qwen2", "qwen3", "mistral"]
 GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.mul", "mlp.down_proj")
 
 
+@cache
+def known(name: str, layers: int = 3) -> Survey:
+    return surveyed(name, layers=layers)[0]
+
+
 def matched(name: str, pattern: str) -> list[str]:
     """The operators of a model that a pattern decides, in order."""
-    found, _ = surveyed(name)
+    found = known(name)
     layer = LayerPolicy(rules=(Rule(Pattern(pattern), Recompute()),))
     return decided(resolve(Policy((layer,) * len(found.kind_of)), found.catalogue), Recompute())
 
@@ -59,7 +66,7 @@ def test_a_pattern_of_the_guides_names_the_operator_of_a_llama(name: str, patter
 @pytest.mark.parametrize("module", ["attention", "self_attention", "self_attn"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 def test_the_attention_module_of_either_vocabulary_is_the_whole_attention(name: str, module: str) -> None:
-    operators = [operator.name for operator in surveyed(name)[0].kinds[0].operators]
+    operators = [operator.name for operator in known(name).kinds[0].operators]
     assert matched(name, module) == [operator for operator in operators if operator.startswith("self_attn.")]
 
 
@@ -88,14 +95,14 @@ LEGACY = "model: {model_config: {num_layers: 3}}\nrecompute_config: {select_reco
 @pytest.mark.parametrize("head", ["", "use_legacy: False\n"], ids=["legacy", "mcore"])
 @pytest.mark.parametrize("name", LLAMAS)
 def test_select_recompute_means_the_activation_and_the_product_of_a_llama(name: str, head: str, tmp_path: Path) -> None:
-    resolution = resolve(loaded(tmp_path, head + LEGACY), surveyed(name)[0].catalogue)
+    resolution = resolve(loaded(tmp_path, head + LEGACY), known(name).catalogue)
     for layer in range(3):
         assert decided(resolution, Recompute(), layer) == ["mlp.act_fn", "mlp.mul"]
 
 
 def test_the_swap_example_of_the_guides_swaps_and_recomputes_a_llama() -> None:
     policy = load_policy(EXAMPLES / "llama_swap.yaml")
-    found, _ = surveyed("llama", layers=4)
+    found = known("llama", layers=4)
     resolution = resolve(policy, found.catalogue)
     operators = [operator.name for operator in found.kinds[0].operators]
     attention = [name for name in operators if name.startswith("self_attn.")]
@@ -109,7 +116,7 @@ def test_the_swap_example_of_the_guides_swaps_and_recomputes_a_llama() -> None:
 
 def test_the_default_swap_is_the_attention_kernel(tmp_path: Path) -> None:
     policy = loaded(tmp_path, "model: {model_config: {num_layers: 3}}\nswap_config: {swap: True}\n")
-    resolution = resolve(policy, surveyed("llama")[0].catalogue)
+    resolution = resolve(policy, known("llama").catalogue)
     assert decided(resolution, Swap(1)) == ["self_attn.scaled_dot_product_attention"]
     assert len(decided(resolution, Keep())) == len(resolution.layers[0].decisions) - 1
 

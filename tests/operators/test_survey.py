@@ -97,12 +97,19 @@ def test_the_command_lists_operators_with_bytes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     result = CliRunner().invoke(app, ["operators", str(tmp_path), "--sequence", "16", "--json"])
     assert result.exit_code == 0, result.output
-    (kind,) = json.loads(result.stdout)["kinds"]
-    owned = {operator["name"]: operator["owned"] for operator in kind["operators"]}
-    assert owned["mlp.mul"] == 16 * 64 * 4
+    printed = json.loads(result.stdout)
+    (kind,) = printed["kinds"]
+    operators = {operator["name"]: operator for operator in kind["operators"]}
+    assert operators["mlp.mul"]["owned"] == 16 * 64 * 4
+    assert operators["mlp.act_fn"]["aliases"] == ["feed_forward.w1.activation.silu", "mlp.activation_func.silu"]
+    assert {"model.norm", "lm_head", "cross_entropy"} <= {operator["name"] for operator in printed["root"]["operators"]}
+    assert printed["held"]["total"] == sum(size for place, size in printed["held"].items() if place != "total")
     result = CliRunner().invoke(app, ["operators", str(tmp_path), "--sequence", "16"], env={"COLUMNS": "120"})
     assert "mlp.act_fn" in result.stdout
     assert "no gain" in result.stdout
+    assert "also feed_forward.w1.activation.silu, mlp.activation_func.silu" in result.stdout
+    assert "LlamaForCausalLM: outside the layers" in result.stdout
+    assert "held for backward in all" in result.stdout
 
 
 @pytest.mark.parametrize(

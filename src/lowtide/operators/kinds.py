@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -60,8 +60,8 @@ class LayerKind(NamedTuple):
         return tuple(Operator(operator.name, operator.consumers, aliases[operator.name]) for operator in self.operators)
 
 
-def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:
-    """Sum up what one run of ``layer`` showed."""
+def layer_kind(layer: nn.Module, seen: Observation, *, held_elsewhere: Iterable[int] = ()) -> LayerKind:
+    """Sum up what one run of ``layer`` showed; ``held_elsewhere`` are storages that others hold for backward anyway."""
     names = list(dict.fromkeys(call.name for call in seen.calls if call.writes))
     consumers: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in seen.calls:
@@ -69,7 +69,7 @@ def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:
             if read != call.name:
                 consumers[read][call.name] = None
     moved = [pack for pack in seen.packs if pack.movable]
-    held = {pack.storage for pack in seen.packs}
+    held = {pack.storage for pack in seen.packs}.union(held_elsewhere)
     operators = []
     for name in names:
         owned = _bytes([pack for pack in moved if pack.source == "operator" and pack.owner == name])

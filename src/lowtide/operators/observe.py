@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import StorageWeakRef, TorchDispatchMode, storage_key, written_arguments
 from lowtide.operators.calls import CallTracker, tensors_of
 
-__all__ = ["Call", "Observation", "Pack", "Watcher", "observe"]
+__all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
 
 Source = Literal["operator", "boundary", "root", "static"]
 """Whose value a tensor is: an operator's of the layer, the layer's input, something from outside, or a parameter's."""
@@ -86,8 +86,12 @@ class _Origin(NamedTuple):
     alive: StorageWeakRef
 
 
+SavedTensor: TypeAlias = Callable[[Tensor, Source], None]
+"""Told about every tensor that autograd saves while a layer runs, and whose value it is."""
+
+
 @contextmanager
-def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
+def observe(layer: nn.Module, *, saved: SavedTensor | None = None) -> Iterator[Callable[[], Observation]]:
     """Watch ``layer`` while it runs inside this context; the yielded function gives what was seen.
 
     >>> layer = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
@@ -96,7 +100,7 @@ def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
     >>> [(pack.operator, pack.source, pack.owner) for pack in seen().packs]
     [('0', 'boundary', ''), ('0', 'static', ''), ('1', 'operator', '0')]
     """
-    watcher = Watcher(layer)
+    watcher = Watcher(layer, saved)
     tracker = CallTracker(layer, watcher)
     tracker.attach()
     try:
@@ -108,7 +112,8 @@ def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
 class Watcher:
     """What is known while a layer runs: whose value each storage holds, and what has been saved."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, saved: SavedTensor | None = None) -> None:
+        self.saved = saved
         self.origins: dict[int, _Origin] = {}
         self.numbers = 0
         self.calls: list[_OpenCall] = []
@@ -130,11 +135,19 @@ class Watcher:
             self.origin(tensor)
         for tensor in given[:1]:
             self.learn(tensor, "boundary", "")
+        self.resume()
+
+    def resume(self) -> None:
+        """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
         self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, _same)]
         for context in self.contexts:
             context.__enter__()
 
     def layer_ends(self) -> None:
+        self.pause()
+
+    def pause(self) -> None:
+        """Watch nothing for a while."""
         for context in reversed(self.contexts):
             context.__exit__(None, None, None)
 
@@ -202,6 +215,8 @@ class Watcher:
                 tensor.is_floating_point() or tensor.is_complex(),
             )
         )
+        if self.saved is not None:
+            self.saved(tensor, origin.source)
         return tensor
 
 

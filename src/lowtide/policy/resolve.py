@@ -141,7 +141,7 @@ def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True)
     ]
     root = layer(None, policy.root, catalogue.root)
     layers = _count_in_operators(layers)
-    unused = report.unused([*catalogue.layers, catalogue.root])
+    unused = report.unused(catalogue)
     resolution = Resolution(tuple(layers), root, unused)
     if require_match and resolution.unmatched:
         raise UnmatchedError("\n".join(str(item) for item in resolution.unmatched))
@@ -303,9 +303,9 @@ class _Report:
         if index is not None:
             where.append(index)
 
-    def unused(self, kinds: Iterable[tuple[Operator, ...]]) -> tuple[Unused, ...]:
+    def unused(self, catalogue: Catalogue) -> tuple[Unused, ...]:
         items: list[Unused] = []
-        tree: NameTree | None = None
+        trees: dict[bool, NameTree] = {}
         for (setting, action, reason), layers in self.layers.items():
             builtin = setting.builtin if isinstance(setting, (Rule, CommRule)) else False
             label = str(setting.pattern) if isinstance(setting, (Rule, CommRule)) else "the whole layer"
@@ -316,9 +316,13 @@ class _Report:
                 continue
             if builtin and self._sibling_matched(setting, action):
                 continue
-            if tree is None:
-                tree = NameTree.of(dict.fromkeys(name for kind in kinds for o in kind for name in (o.name, *o.aliases)))
-            near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CommRule)) else ()
+            inside = bool(layers)
+            if inside not in trees:
+                kinds = catalogue.layers if inside else (catalogue.root,)
+                trees[inside] = NameTree.of(
+                    dict.fromkeys(name for kind in kinds for o in kind for name in (o.name, *o.aliases))
+                )
+            near = setting.pattern.nearest(trees[inside]) if isinstance(setting, (Rule, CommRule)) else ()
             items.append(
                 Unused(label, action, tuple(layers), "no operator or module has this name", "unmatched", near, builtin)
             )

@@ -19,22 +19,37 @@ __all__ = ["print_survey", "survey_as_json"]
 
 
 def print_survey(found: Survey, console: Console) -> None:
-    """Print a table for each kind of layer; operators that hold nothing are counted, not listed."""
+    """Print a table for each kind of layer and for the root; operators that hold nothing are counted, not listed."""
     for place, kind in enumerate(found.kinds):
         layers = [index for index, which in enumerate(found.kind_of) if which == place]
         where = found.layers.path or "the model"
         console.print(f"{kind.name} ({kind.digest}): layers {format_layers(layers)} of {where}")
         _print_operators(kind, console)
-        owned = sum(operator.owned for operator in kind.operators)
-        holding = sum(operator.owned > 0 for operator in kind.operators)
-        console.print(
-            f"  {format_bytes(owned)} in {holding} operators;"
-            f" {len(kind.operators) - holding} more hold nothing;"
-            f" input {format_bytes(kind.boundary)}, from outside {format_bytes(kind.root)},"
-            f" always kept {format_bytes(kind.kept)}, weights {format_bytes(kind.static)}",
-            soft_wrap=True,
-        )
-        console.print()
+        others = {"input": kind.boundary, "from outside": kind.root, "always kept": kind.kept, "weights": kind.static}
+        _print_sum(kind, others, console)
+    root = found.root
+    console.print(f"{root.name}: outside the layers")
+    _print_operators(root, console)
+    others = {"from the layers": root.boundary + root.root, "always kept": root.kept, "weights": root.static}
+    _print_sum(root, others, console)
+    held = found.held
+    console.print(
+        f"{format_bytes(held.total)} held for backward in all: {format_bytes(held.layers)} in {len(found.kind_of)}"
+        f" layers, {format_bytes(held.boundaries)} between them, {format_bytes(held.root)} outside;"
+        f" always kept {format_bytes(held.kept)}, weights {format_bytes(held.static)}",
+        soft_wrap=True,
+    )
+
+
+def _print_sum(kind: LayerKind, others: dict[str, int], console: Console) -> None:
+    owned = sum(operator.owned for operator in kind.operators)
+    holding = sum(operator.owned > 0 for operator in kind.operators)
+    console.print(
+        f"  {format_bytes(owned)} in {holding} operators; {len(kind.operators) - holding} more hold nothing; "
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in others.items()),
+        soft_wrap=True,
+    )
+    console.print()
 
 
 def _print_operators(kind: LayerKind, console: Console) -> None:
@@ -65,19 +80,22 @@ def survey_as_json(found: Survey) -> dict[str, Any]:
         "path": found.layers.path,
         "layers": len(found.kind_of),
         "kind_of": list(found.kind_of),
-        "kinds": [
-            {
-                "class": kind.name,
-                "digest": kind.digest,
-                "boundary": kind.boundary,
-                "root": kind.root,
-                "static": kind.static,
-                "kept": kind.kept,
-                "operators": [
-                    {**operator._asdict(), "consumers": list(operator.consumers), "aliases": list(known.aliases)}
-                    for operator, known in zip(kind.operators, kind.catalogue, strict=True)
-                ],
-            }
-            for kind in found.kinds
+        "kinds": [_kind_as_json(kind) for kind in found.kinds],
+        "root": _kind_as_json(found.root),
+        "held": {**found.held._asdict(), "total": found.held.total},
+    }
+
+
+def _kind_as_json(kind: LayerKind) -> dict[str, Any]:
+    return {
+        "class": kind.name,
+        "digest": kind.digest,
+        "boundary": kind.boundary,
+        "root": kind.root,
+        "static": kind.static,
+        "kept": kind.kept,
+        "operators": [
+            {**operator._asdict(), "consumers": list(operator.consumers), "aliases": list(known.aliases)}
+            for operator, known in zip(kind.operators, kind.catalogue, strict=True)
         ],
     }
