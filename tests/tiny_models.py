@@ -34,11 +34,12 @@ MODELS: dict[str, Any] = {
 }
 
 
-def tiny(name: str, *, layers: int = 3) -> nn.Module:
+def tiny(name: str, *, layers: int = 3, **sizes: int) -> nn.Module:
     """A tiny model of transformers, the same each time."""
     torch.manual_seed(0)
     config = MODELS[name]()
-    config.num_hidden_layers = layers
+    for key, size in {"num_hidden_layers": layers, **sizes}.items():
+        setattr(config, key, size)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).train()
     return model
 

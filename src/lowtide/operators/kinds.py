@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from lowtide.operators.families import aliases_of
-from lowtide.operators.observe import Observation, Pack
+from lowtide.operators.observe import Call, Observation, Pack
 from lowtide.policy import Operator
 
 __all__ = ["LayerKind", "OperatorBytes", "layer_kind"]
@@ -44,6 +44,10 @@ class LayerKind(NamedTuple):
     """In the order they first ran."""
     packs: tuple[Pack, ...]
     """Every tensor saved for backward, in order."""
+    calls: tuple[Call, ...]
+    """Every call of an operator, in order; those that only view or cast included."""
+    owners: Mapping[int, str]
+    """For each storage that an operator wrote, by number, the operator that wrote it last."""
     boundary: int
     """The bytes of the layer's input, where backward needs it."""
     root: int
@@ -85,6 +89,8 @@ def layer_kind(layer: nn.Module, seen: Observation, *, held_elsewhere: Iterable[
         digest,
         tuple(operators),
         seen.packs,
+        seen.calls,
+        seen.owners,
         boundary=_bytes([pack for pack in moved if pack.source == "boundary"]),
         root=_bytes([pack for pack in moved if pack.source == "root"]),
         static=_bytes([pack for pack in seen.packs if pack.source == "static"]),

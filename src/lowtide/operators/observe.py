@@ -16,7 +16,7 @@ known by address, and addresses are used again: an entry holds a weak reference 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -75,6 +75,8 @@ class Observation(NamedTuple):
 
     calls: tuple[Call, ...]
     packs: tuple[Pack, ...]
+    owners: Mapping[int, str]
+    """For each storage that an operator wrote, by number, the operator that wrote it last."""
 
 
 class _Origin(NamedTuple):
@@ -116,6 +118,7 @@ class Watcher:
         self.saved = saved
         self.origins: dict[int, _Origin] = {}
         self.numbers = 0
+        self.owners: dict[int, str] = {}
         self.calls: list[_OpenCall] = []
         self.packs: list[Pack] = []
         self.open: _OpenCall | None = None
@@ -124,7 +127,7 @@ class Watcher:
             self.learn(tensor, "static", "")
 
     def result(self) -> Observation:
-        return Observation(tuple(call.close() for call in self.calls), tuple(self.packs))
+        return Observation(tuple(call.close() for call in self.calls), tuple(self.packs), dict(self.owners))
 
     # Which operator is running.
 
@@ -176,6 +179,7 @@ class Watcher:
         self.numbers += number == self.numbers
         origin = _Origin(source, owner, number, StorageWeakRef(tensor.untyped_storage()))
         self.origins[key] = origin
+        self.owners[number] = owner
         return origin
 
     def kernel(self, func: Any, given: list[Tensor], made: list[Tensor], changed: list[Tensor]) -> None:
