@@ -236,3 +236,35 @@ def test_an_alias_is_as_good_as_a_name(data: st.DataObject, catalogue: Catalogue
     for plain, aliased in zip(first.layers, second.layers, strict=True):
         assert {f"own-{name}": decision for name, decision in plain.decisions.items()} == aliased.decisions
         assert [f"own-{name}" for name in plain.repeated_collectives] == list(aliased.repeated_collectives)
+
+
+def test_each_setting_says_which_operators_it_names_and_which_it_decides() -> None:
+    settings = resolved(
+        LayerPolicy(Swap(2), (rule("mlp", Recompute()), rule(r"mlp\.up", Keep()), rule("norm", Swap(9))), Swap(3))
+    ).settings
+    found = {(one.setting, one.action): (one.layers, one.operators, one.decided) for one in settings}
+    attention = ("attention.wq", "attention.wk", "attention.softmax")
+    names = tuple(operator.name for operator in LAYER)
+    assert found == {
+        ("mlp", "recompute"): ((0,), ("mlp.up", "mlp.silu", "mlp.down"), ("mlp.silu", "mlp.down")),
+        (r"mlp\.up", "keep"): ((0,), ("mlp.up",), ("mlp.up",)),
+        ("norm", "swap(9)"): ((0,), ("norm",), ("norm",)),
+        ("the whole layer", "swap(2)"): ((0,), names, attention),
+        ("the layer's input", "swap(3)"): ((0,), (), ()),
+    }
+
+
+@given(st.data(), catalogues())
+def test_every_decision_but_keep_is_due_to_exactly_one_kind_of_setting(
+    data: st.DataObject, catalogue: Catalogue
+) -> None:
+    policy = data.draw(policies(num_layers=len(catalogue.layers)))
+    resolution = resolve(policy, catalogue, require_match=False)
+    for index, layer in enumerate(resolution.layers):
+        due = {
+            name
+            for one in resolution.settings
+            if index in one.layers and "collective" not in one.action and one.action != "keep"
+            for name in one.decided
+        }
+        assert due == {name for name, decision in layer.decisions.items() if decision != Keep()}
