@@ -39,7 +39,17 @@ NAMES = [
 
 COMMANDS = {
     "": ["--version"],
-    "check": ["--json", "--no-color", "--set", "FILE"],
+    "check": [
+        "--autocast",
+        "--batch",
+        "--json",
+        "--layers",
+        "--model",
+        "--no-color",
+        "--sequence",
+        "--set",
+        "FILE",
+    ],
     "convert": ["--json", "--output", "--set", "--to", "-o", "FILE"],
     "operators": ["--autocast", "--batch", "--json", "--layers", "--sequence", "MODEL"],
     "schema": ["--json", "--output", "-o"],

@@ -100,7 +100,7 @@ def test_2026_to_legacy_and_back_means_the_same(full: list[bool], select: list[b
 def test_a_pattern_names_the_same_operators_in_both_forms(name: str) -> None:
     tree = NameTree.of(operator.name for operator in layer_operators("mcore"))
     pattern = Pattern(name)
-    path = to_path(name, pattern.segments)
+    path = to_path(pattern)
     assert set(Pattern(path, "path").matches(tree)) == set(pattern.matches(tree))
     back = to_segments(path)
     assert back is not None

@@ -8,38 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
 from lowtide.operators.observe import Pack
-from lowtide.operators.survey import Survey, survey
+from lowtide.operators.survey import survey
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, resolve
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-MODELS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**SMALL),
-    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=3, n_head=4, use_cache=False, bos_token_id=1, eos_token_id=2
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
-}
-
-
-def surveyed(name: str, *, autocast: bool = False) -> tuple[Survey, nn.Module]:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).train()
-    tokens = torch.randint(3, 64, (2, 8))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return survey(model, lambda: model(tokens, labels=tokens)), model
+from tiny_models import MODELS, surveyed
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
@@ -121,12 +97,19 @@ def test_the_command_lists_operators_with_bytes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     result = CliRunner().invoke(app, ["operators", str(tmp_path), "--sequence", "16", "--json"])
     assert result.exit_code == 0, result.output
-    (kind,) = json.loads(result.stdout)["kinds"]
-    owned = {operator["name"]: operator["owned"] for operator in kind["operators"]}
-    assert owned["mlp.mul"] == 16 * 64 * 4
+    printed = json.loads(result.stdout)
+    (kind,) = printed["kinds"]
+    operators = {operator["name"]: operator for operator in kind["operators"]}
+    assert operators["mlp.mul"]["owned"] == 16 * 64 * 4
+    assert operators["mlp.act_fn"]["aliases"] == ["feed_forward.w1.activation.silu", "mlp.activation_func.silu"]
+    assert {"model.norm", "lm_head", "cross_entropy"} <= {operator["name"] for operator in printed["root"]["operators"]}
+    assert printed["held"]["total"] == sum(size for place, size in printed["held"].items() if place != "total")
     result = CliRunner().invoke(app, ["operators", str(tmp_path), "--sequence", "16"], env={"COLUMNS": "120"})
     assert "mlp.act_fn" in result.stdout
     assert "no gain" in result.stdout
+    assert "also feed_forward.w1.activation.silu, mlp.activation_func.silu" in result.stdout
+    assert "LlamaForCausalLM: outside the layers" in result.stdout
+    assert "held for backward in all" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lowtide.errors import PolicyError, UnmatchedError
@@ -178,3 +178,93 @@ def test_cost_follows_layer_kinds_not_layers() -> None:
     layer = LayerPolicy(rules=(rule(r"mlp\.silu", Recompute()),))
     resolution = resolve(Policy((layer,) * 5_000), Catalogue((LAYER,) * 5_000))
     assert len({id(one) for one in resolution.layers}) == 1
+
+
+def test_a_pattern_on_an_alias_decides_by_the_operators_own_name() -> None:
+    layer = (
+        Operator("mlp.gate", ("mlp.act",), ("feed_forward.w1.matmul", "mlp.fc1")),
+        Operator("mlp.up", ("mlp.act",), ("feed_forward.w3.matmul", "mlp.fc1")),
+        Operator("mlp.act", (), ("feed_forward.w1.activation.silu",)),
+    )
+
+    def recomputed(pattern: str) -> list[str]:
+        policy = Policy((LayerPolicy(rules=(rule(pattern, Recompute()),)),))
+        decided = resolve(policy, Catalogue((layer,))).layers[0].decisions
+        assert list(decided) == ["mlp.gate", "mlp.up", "mlp.act"]
+        return [name for name, decision in decided.items() if decision == Recompute()]
+
+    assert recomputed(r"feed_forward\.w3\.matmul") == ["mlp.up"]
+    assert recomputed(r"mlp\.fc1") == ["mlp.gate", "mlp.up"]  # two operators share it
+    assert recomputed(r"feed_forward\.w1") == ["mlp.gate", "mlp.act"]  # a module of the aliases
+    assert recomputed("feed_forward") == ["mlp.gate", "mlp.up", "mlp.act"]
+    assert recomputed("mlp") == ["mlp.gate", "mlp.up", "mlp.act"]
+
+
+def test_an_alias_that_is_another_operators_own_name_means_that_one() -> None:
+    layer = (Operator("mul", (), ("attention.mul",)), Operator("attention.mul"))
+    policy = Policy((LayerPolicy(rules=(rule(r"attention\.mul", Recompute()),)),))
+    assert dict(resolve(policy, Catalogue((layer,))).layers[0].decisions) == {
+        "mul": Keep(),
+        "attention.mul": Recompute(),
+    }
+
+
+def test_a_collective_is_named_by_an_alias_and_kept_by_the_own_name() -> None:
+    layer = (Operator("ln_1", (), ("attention_norm.norm",)), Operator("mlp"))
+    policy = Policy((LayerPolicy(communication=(CommRule(Pattern(r".*\.norm")),)),))
+    assert resolve(policy, Catalogue((layer,))).layers[0].repeated_collectives == ("ln_1",)
+
+
+def test_the_nearest_names_of_an_unmatched_pattern_may_be_aliases() -> None:
+    layer = (Operator("mlp.act", (), ("feed_forward.w1.activation.silu",)),)
+    policy = Policy((LayerPolicy(rules=(rule(r"feed_forward\.w1\.activation\.sil", Recompute()),)),))
+    with pytest.raises(UnmatchedError, match=r"did you mean feed_forward\.w1\.activation\.silu"):
+        resolve(policy, Catalogue((layer,)))
+
+
+@given(st.data(), catalogues())
+def test_an_alias_is_as_good_as_a_name(data: st.DataObject, catalogue: Catalogue) -> None:
+    policy = data.draw(policies(num_layers=len(catalogue.layers)))
+    assume(not any(".*" in str(r.pattern) for layer in policy.layers for r in (*layer.rules, *layer.communication)))
+
+    def renamed(layer: tuple[Operator, ...]) -> tuple[Operator, ...]:
+        return tuple(Operator(f"own-{o.name}", tuple(f"own-{c}" for c in o.consumers), (o.name,)) for o in layer)
+
+    first = resolve(policy, catalogue, require_match=False)
+    others = Catalogue(tuple(renamed(layer) for layer in catalogue.layers), catalogue.root)
+    second = resolve(policy, others, require_match=False)
+    for plain, aliased in zip(first.layers, second.layers, strict=True):
+        assert {f"own-{name}": decision for name, decision in plain.decisions.items()} == aliased.decisions
+        assert [f"own-{name}" for name in plain.repeated_collectives] == list(aliased.repeated_collectives)
+
+
+def test_each_setting_says_which_operators_it_names_and_which_it_decides() -> None:
+    settings = resolved(
+        LayerPolicy(Swap(2), (rule("mlp", Recompute()), rule(r"mlp\.up", Keep()), rule("norm", Swap(9))), Swap(3))
+    ).settings
+    found = {(one.setting, one.action): (one.layers, one.operators, one.decided) for one in settings}
+    attention = ("attention.wq", "attention.wk", "attention.softmax")
+    names = tuple(operator.name for operator in LAYER)
+    assert found == {
+        ("mlp", "recompute"): ((0,), ("mlp.up", "mlp.silu", "mlp.down"), ("mlp.silu", "mlp.down")),
+        (r"mlp\.up", "keep"): ((0,), ("mlp.up",), ("mlp.up",)),
+        ("norm", "swap(9)"): ((0,), ("norm",), ("norm",)),
+        ("the whole layer", "swap(2)"): ((0,), names, attention),
+        ("the layer's input", "swap(3)"): ((0,), (), ()),
+    }
+
+
+@given(st.data(), catalogues())
+def test_every_decision_but_keep_is_due_to_exactly_one_kind_of_setting(
+    data: st.DataObject, catalogue: Catalogue
+) -> None:
+    policy = data.draw(policies(num_layers=len(catalogue.layers)))
+    resolution = resolve(policy, catalogue, require_match=False)
+    for index, layer in enumerate(resolution.layers):
+        due = {
+            name
+            for one in resolution.settings
+            if index in one.layers and "collective" not in one.action and one.action != "keep"
+            for name in one.decided
+        }
+        assert due == {name for name, decision in layer.decisions.items() if decision != Keep()}

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lowtide.cli.model import Autocast, Batch, LayersAt, Precision, Sequence, survey_model
+
+if TYPE_CHECKING:
+    from lowtide.config.check import Check
+    from lowtide.operators.effect import Effect
+    from lowtide.operators.survey import Survey
 
 __all__ = ["check", "parse_overrides"]
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="YAML files to check.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a file, one a line.")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Print without colours, as on anything but a terminal.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Match against a model: a directory with config.json, or module:function.",
+        show_default=False,
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -20,26 +36,47 @@ Set = Annotated[
 ]
 
 
-def check(files: Files, as_json: AsJson = False, no_color: NoColor = False, overrides: Set = None) -> None:
+def check(
+    context: typer.Context,
+    files: Files,
+    as_json: AsJson = False,
+    no_color: NoColor = False,
+    overrides: Set = None,
+    model: Model = None,
+    batch: Batch = 1,
+    sequence: Sequence = 2048,
+    autocast: Autocast = Precision.none,
+    layers: LayersAt = None,
+) -> None:
     """Say what the recompute and swap settings of FILE mean, or what is wrong with them.
 
-    Prints how every setting was understood, a table of what becomes of each layer, and warnings.
-    Exits with 1 and all errors at once if a file cannot be used.
+    Prints how every setting was understood, a table of what becomes of each layer, and warnings. With
+    [bold]--model[/bold] the settings are matched against a model, and the bytes that each frees are counted; a pattern
+    that matches nothing is then an error. Exits with 1 and all errors at once if a file cannot be used.
 
-    Example: [bold]lowtide check pretrain_llama.yaml[/bold]
+    Example: [bold]lowtide check pretrain_llama.yaml --model ./llama-8b --sequence 4096[/bold]
     """
     from lowtide.config.check import check_file
     from lowtide.operators.names import layer_operators
 
     values = parse_overrides(overrides or [])
+    _refuse_without_model(context, model)
+    found = survey_model(model, batch, sequence, autocast, layers) if model is not None else None
+    catalogue = found.catalogue if found is not None else None
     failed = False
     for file in files:
-        result = check_file(file, layer_operators, values)
+        result = check_file(file, layer_operators, values, model=catalogue)
+        effect = _effect(result, found)
         failed |= not result.ok
         if as_json:
             import json
 
-            typer.echo(json.dumps(result.as_json()))
+            value = result.as_json()
+            if found is not None:
+                from lowtide.report.effect import effect_as_json
+
+                value["model"] = effect_as_json(effect) if effect is not None else None
+            typer.echo(json.dumps(value))
             continue
         from rich.console import Console
 
@@ -47,11 +84,38 @@ def check(files: Files, as_json: AsJson = False, no_color: NoColor = False, over
 
         if len(files) > 1:
             typer.echo(f"{file}:")
-        print_check(result, Console(no_color=no_color, highlight=False, markup=False, emoji=False))
-        console = Console(stderr=True, no_color=no_color, highlight=False, markup=False, emoji=False)
-        print_problems(result, console)
+        console = Console(no_color=no_color, highlight=False, markup=False, emoji=False)
+        print_check(result, console)
+        if found is not None and effect is not None:
+            from lowtide.report.effect import print_effect
+
+            size = f"{batch} x {sequence} tokens" + (f", {autocast.value}" if autocast != Precision.none else "")
+            print_effect(effect, found, f"{found.root.name} ({model}), {size}", console)
+        print_problems(result, Console(stderr=True, no_color=no_color, highlight=False, markup=False, emoji=False))
     if failed:
         raise typer.Exit(1)
+
+
+def _effect(result: Check, found: Survey | None) -> Effect | None:
+    """The bytes that a file's settings free on a model; what is odd about them becomes a warning."""
+    if found is None or result.resolution is None:
+        return None
+    from lowtide.operators.effect import effect_of
+    from lowtide.report.effect import remarks
+
+    effect = effect_of(result.resolution, found)
+    for one in effect.settings:
+        for remark in remarks(one):
+            result.warn(one.setting.setting, remark, "leave it out; `lowtide operators` shows what each operator saves")
+    return effect
+
+
+def _refuse_without_model(context: typer.Context, model: str | None) -> None:
+    """An option that has an effect on a model only must not be ignored in silence."""
+    for name in ("batch", "sequence", "autocast", "layers") if model is None else ():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--{name} says how to run a model; name one with --model")
 
 
 def parse_overrides(texts: list[str]) -> dict[tuple[str | int, ...], Any]:

@@ -60,6 +60,10 @@ class Check:
             "errors": [problem.as_json() for problem in self.problems.errors],
         }
 
+    def warn(self, setting: str, message: str, hint: str = "") -> None:
+        """Add a warning at the place of a setting: a pattern, or ``the whole layer``."""
+        self.problems.warn(_place_of(self, setting), message, hint)
+
     def raise_errors(self) -> None:
         """Raise ConfigError with every error of the file, if it has any."""
         if not self.ok:
@@ -80,15 +84,20 @@ def load_policy(file: str | FilePath) -> Policy:
 
 
 def check_file(
-    file: str | FilePath, names: OperatorNames | None = None, overrides: Mapping[Path, Any] | None = None
+    file: str | FilePath,
+    names: OperatorNames | None = None,
+    overrides: Mapping[Path, Any] | None = None,
+    *,
+    model: Catalogue | None = None,
 ) -> Check:
     """Read ``file`` and say what it means; ``overrides`` replace or add single values.
 
-    Without ``names`` patterns are not matched: there is no resolution, and the log says nothing of
-    single layers.
+    Without ``names`` and ``model`` patterns are not matched: there is no resolution, and the log says
+    nothing of single layers. With ``model`` they are matched against its operators, and one that
+    matches nothing is an error, as is another number of layers.
     """
     problems = Problems()
-    return _check(load_document(FilePath(file), problems), problems, names, overrides or {})
+    return _check(load_document(FilePath(file), problems), problems, model or names, overrides or {})
 
 
 def check_text(
@@ -99,7 +108,12 @@ def check_text(
     return _check(parse_document(text, problems, name=name), problems, names, overrides or {})
 
 
-def _check(document: Document, problems: Problems, names: OperatorNames | None, overrides: Mapping[Path, Any]) -> Check:
+def _check(
+    document: Document,
+    problems: Problems,
+    names: OperatorNames | Catalogue | None,
+    overrides: Mapping[Path, Any],
+) -> Check:
     check = Check(document, problems)
     if not check.ok:
         return check
@@ -119,21 +133,20 @@ def _check(document: Document, problems: Problems, names: OperatorNames | None, 
         _read_2026(check, check.settings, names)
     else:
         _read_graph(check, check.settings, names)
-    problems.errors.sort(key=lambda problem: (problem.line, problem.column))
     if check.resolution is not None:
-        for unused in check.resolution.unused:
-            problems.warn(_place_of(check, unused.setting), str(unused))
+        _report_unused(check, check.resolution, known=isinstance(names, Catalogue))
+    problems.errors.sort(key=lambda problem: (problem.line, problem.column))
     return check
 
 
-def _read_graph(check: Check, settings: Settings, names: OperatorNames | None) -> None:
+def _read_graph(check: Check, settings: Settings, names: OperatorNames | Catalogue | None) -> None:
     from lowtide.config.dialects.graph import read_graph
     from lowtide.config.dialects.graph_log import form_log, layer_log
     from lowtide.config.swap_entries import read_swap
 
     value, problems = check.document.value, check.problems
     sections = [key for key in ("recompute_config", "swap_config") if value.get(key) is not None]
-    num_layers = _num_layers(check, settings, sections)
+    num_layers = _num_layers(check, settings, sections, names)
     if num_layers is None:
         return
     placement = _graph_placement(check, settings, num_layers)
@@ -156,19 +169,19 @@ def _read_graph(check: Check, settings: Settings, names: OperatorNames | None) -
     if not check.ok:
         return
     check.form, check.policy, check.log = form, form.policy(), form_log(form)
-    if names is not None:
-        operators = names(family)
-        check.log += layer_log(form, NameTree.of(operator.name for operator in operators))
-        check.resolution = _resolve(check.policy, operators)
+    catalogue = _catalogue(check, check.policy, names, family)
+    if catalogue is not None:
+        check.log += layer_log(form, _all_names(catalogue))
+        check.resolution = resolve(check.policy, catalogue, require_match=False)
 
 
-def _read_2026(check: Check, settings: Settings, names: OperatorNames | None) -> None:
+def _read_2026(check: Check, settings: Settings, names: OperatorNames | Catalogue | None) -> None:
     from lowtide.config.dialects.form_2026 import read_2026
     from lowtide.config.dialects.form_2026_log import form_log_2026
 
     value, problems = check.document.value, check.problems
     sections = [key for key in ("recompute", "recompute_comm", "swap") if value.get(key) is not None]
-    num_layers = _num_layers(check, settings, sections)
+    num_layers = _num_layers(check, settings, sections, names)
     if num_layers is None:
         return
     placement = _placement_2026(check, settings, num_layers)
@@ -179,19 +192,54 @@ def _read_2026(check: Check, settings: Settings, names: OperatorNames | None) ->
     if not check.ok:
         return
     check.form, check.policy = form, form.policy()
-    if names is not None:
-        operators = names("mcore")
-        check.log = form_log_2026(form, NameTree.of(operator.name for operator in operators))
-        check.resolution = _resolve(check.policy, operators)
+    catalogue = _catalogue(check, check.policy, names, "mcore")
+    if catalogue is not None:
+        check.log = form_log_2026(form, _all_names(catalogue))
+        check.resolution = resolve(check.policy, catalogue, require_match=False)
 
 
-def _resolve(policy: Policy, operators: tuple[Operator, ...]) -> Resolution:
-    # Without a model a name that is not in the family's table may still exist: a warning, no error.
-    return resolve(policy, Catalogue((operators,) * len(policy.layers)), require_match=False)
+def _catalogue(
+    check: Check, policy: Policy, names: OperatorNames | Catalogue | None, family: Literal["legacy", "mcore"]
+) -> Catalogue | None:
+    """What patterns are matched against: the model, or as many layers of the family as the file has."""
+    if names is None:
+        return None
+    if not isinstance(names, Catalogue):
+        return Catalogue((names(family),) * len(policy.layers))
+    if len(names.layers) == len(policy.layers):
+        return names
+    check.problems.error(
+        _model_path(check, "num_layers"),
+        f"the file decides {len(policy.layers)} layers, and the model has {len(names.layers)}",
+        f"write num_layers: {len(names.layers)}, or say with --layers which module of the model holds the layers",
+    )
+    return None
 
 
-def _num_layers(check: Check, settings: Settings, sections: list[str]) -> int | None:
-    """The number of layers, from the file or from its Hugging Face configuration."""
+def _all_names(catalogue: Catalogue) -> NameTree:
+    kinds = {id(layer): layer for layer in catalogue.layers}.values()
+    return NameTree.of(dict.fromkeys(name for kind in kinds for one in kind for name in (one.name, *one.aliases)))
+
+
+def _report_unused(check: Check, resolution: Resolution, *, known: bool) -> None:
+    """Say which settings have no effect. A pattern without a match is an error where the model is ``known``; without
+    one, a name that is not in the family's table may still exist."""
+    for unused in resolution.unused:
+        path = _place_of(check, unused.setting)
+        if known and unused.kind == "unmatched":
+            hint = f"did you mean {' or '.join(unused.nearest)}?" if unused.nearest else "lowtide operators lists them"
+            message = f"`{unused.setting}` ({unused.action}) matches nothing in the model: {unused.reason}"
+            check.problems.error(path, message, hint, key=True)
+        else:
+            check.problems.warn(path, str(unused))
+    if not check.ok:
+        check.resolution = None  # nothing is decided until the file is right
+
+
+def _num_layers(
+    check: Check, settings: Settings, sections: list[str], names: OperatorNames | Catalogue | None
+) -> int | None:
+    """The number of layers, from the file, from its Hugging Face configuration or from the model at hand."""
     if settings.model.num_layers is not None:
         return settings.model.num_layers
     directory = settings.top_level.pretrained_model_dir
@@ -199,6 +247,8 @@ def _num_layers(check: Check, settings: Settings, sections: list[str]) -> int | 
         found = _num_layers_of(FilePath(directory) / "config.json")
         if found is not None:
             return found
+    if isinstance(names, Catalogue) and len(names.layers) > settings.model.num_nextn_predict_layers:
+        return len(names.layers) - settings.model.num_nextn_predict_layers
     wrong = any(problem.path[-1:] in (("num_layers",), ("num_hidden_layers",)) for problem in check.problems.errors)
     if sections and not wrong:
         key = "model.num_layers" if settings.layout == "2026" else "model.model_config.num_layers"

@@ -10,7 +10,7 @@ from lowtide.config.check import Check
 from lowtide.config.dialects.form_2026 import Form2026
 from lowtide.config.dialects.graph import GraphForm
 from lowtide.config.placement import Placement
-from lowtide.policy import Swap, format_layers
+from lowtide.policy import Pattern, Swap, format_layers
 
 __all__ = ["convert_form", "to_path", "to_segments"]
 
@@ -37,13 +37,13 @@ def convert_form(check: Check, to: Literal["2026", "legacy"]) -> tuple[dict[str,
     return result, lost
 
 
-def to_path(pattern: str, segments: tuple[str, ...]) -> str:
+def to_path(pattern: Pattern) -> str:
     r"""Write a segments pattern as one expression over the whole path.
 
-    >>> to_path(r".*\.norm", (".*", "norm"))
+    >>> to_path(Pattern(r".*\.norm"))
     '[^.]*\\.norm'
     """
-    return "\\.".join(_outside_classes(segment, lambda text: text.replace(".", "[^.]")) for segment in segments)
+    return "\\.".join(_outside_classes(segment, lambda text: text.replace(".", "[^.]")) for segment in pattern.segments)
 
 
 def to_segments(pattern: str) -> str | None:
@@ -68,12 +68,10 @@ def _to_2026(form: GraphForm, lost: list[str]) -> dict[str, Any]:
     others = [index for index in indices if index not in set(full)]
 
     def patterns(key: str, among: Iterable[int]) -> dict[str, list[str]]:
-        from lowtide.policy import Pattern
-
         found: dict[str, list[int]] = {}
         for index in among:
             for name in form.names_on(key, index):
-                found.setdefault(to_path(name, Pattern(name).segments), []).append(index)
+                found.setdefault(to_path(Pattern(name)), []).append(index)
         return {name: _specs(layers) for name, layers in found.items()}
 
     select = patterns("select_recompute", others)
@@ -107,8 +105,6 @@ def _to_2026(form: GraphForm, lost: list[str]) -> dict[str, Any]:
 
 
 def _swap_2026(form: GraphForm, others: list[int], lost: list[str]) -> dict[str, Any]:
-    from lowtide.policy import Pattern
-
     section: dict[str, Any] = {"enable": True}
     prefetches: set[int] = set()
     layers: dict[str, list[int]] = {}
@@ -127,7 +123,7 @@ def _swap_2026(form: GraphForm, others: list[int], lost: list[str]) -> dict[str,
                         f"layer {index} is swapped whole: {name} cannot have an entry of its own in the 2026 form"
                     )
                 else:
-                    operators.setdefault((to_path(name, Pattern(name).segments), found.tier), []).append(index)
+                    operators.setdefault((to_path(Pattern(name)), found.tier), []).append(index)
     if layers:
         section["layer_swap"] = [_entry({"layers": _specs(found)}, tier) for tier, found in layers.items()]
     if operators:

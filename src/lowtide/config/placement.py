@@ -59,27 +59,30 @@ class Placement(NamedTuple):
             for column, chunk in zip(self.columns, self.chunks, strict=True)
         )
 
+    @property
+    def accumulated(self) -> Table:
+        """For each mini-stage, how many layers stand in it and in those before it."""
+        total = list(accumulate(count for row in self.layer_list for count in row))
+        return [total[start : start + self.num_stages] for start in range(0, len(total), self.num_stages)]
+
     def within(self, counts: Table, layer: int) -> bool:
         """Whether ``layer`` is among the first ``counts`` layers of its mini-stage."""
         return self.positions[layer] < counts[self.chunks[layer]][self.columns[layer]]
 
     def log(self) -> list[tuple[str, str]]:
         """The placement in the words of the MindSpore Transformers guide."""
-        total = list(accumulate(count for row in self.layer_list for count in row))
-        accumulated = [total[start : start + self.num_stages] for start in range(0, len(total), self.num_stages)]
         return [
             ("INFO", f"num_layers per stage: {self.layer_list}"),
-            ("INFO", f"Accumulated num_layers per stage: {accumulated}"),
+            ("INFO", f"Accumulated num_layers per stage: {self.accumulated}"),
             ("INFO", f"Pipeline id list with start_stage: {[self.start_stage + column for column in self.columns]}"),
             ("INFO", f"Interleave id list: {list(self.chunks)}"),
         ]
 
     def normalized(self) -> dict[str, Any]:
         """The placement with the keys of the recorded vectors."""
-        total = list(accumulate(count for row in self.layer_list for count in row))
         return {
             "layer_list": self.layer_list,
-            "layer_accu": [total[start : start + self.num_stages] for start in range(0, len(total), self.num_stages)],
+            "layer_accu": self.accumulated,
             "pp_ids": [self.start_stage + column for column in self.columns],
             "interleave_ids": list(self.chunks),
             "effective_interleave": self.num_chunks,

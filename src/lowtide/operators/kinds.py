@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from lowtide.operators.families import aliases_of
 from lowtide.operators.observe import Call, Observation, Pack
 from lowtide.policy import Operator
 
@@ -45,6 +46,8 @@ class LayerKind(NamedTuple):
     """Every tensor saved for backward, in order."""
     calls: tuple[Call, ...]
     """Every call of an operator, in order; those that only view or cast included."""
+    owners: Mapping[int, str]
+    """For each storage that an operator wrote, by number, the operator that wrote it last."""
     boundary: int
     """The bytes of the layer's input, where backward needs it."""
     root: int
@@ -56,12 +59,13 @@ class LayerKind(NamedTuple):
 
     @property
     def catalogue(self) -> tuple[Operator, ...]:
-        """The operators as a Policy is resolved against them."""
-        return tuple(Operator(operator.name, operator.consumers) for operator in self.operators)
+        """The operators as a Policy is resolved against them, with the names that users of the guides know."""
+        aliases = aliases_of(operator.name for operator in self.operators)
+        return tuple(Operator(operator.name, operator.consumers, aliases[operator.name]) for operator in self.operators)
 
 
-def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:
-    """Sum up what one run of ``layer`` showed."""
+def layer_kind(layer: nn.Module, seen: Observation, *, held_elsewhere: Iterable[int] = ()) -> LayerKind:
+    """Sum up what one run of ``layer`` showed; ``held_elsewhere`` are storages that others hold for backward anyway."""
     names = list(dict.fromkeys(call.name for call in seen.calls if call.writes))
     consumers: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in seen.calls:
@@ -69,7 +73,7 @@ def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:
             if read != call.name:
                 consumers[read][call.name] = None
     moved = [pack for pack in seen.packs if pack.movable]
-    held = {pack.storage for pack in seen.packs}
+    held = {pack.storage for pack in seen.packs}.union(held_elsewhere)
     operators = []
     for name in names:
         owned = _bytes([pack for pack in moved if pack.source == "operator" and pack.owner == name])
@@ -86,6 +90,7 @@ def layer_kind(layer: nn.Module, seen: Observation) -> LayerKind:
         tuple(operators),
         seen.packs,
         seen.calls,
+        seen.owners,
         boundary=_bytes([pack for pack in moved if pack.source == "boundary"]),
         root=_bytes([pack for pack in moved if pack.source == "root"]),
         static=_bytes([pack for pack in seen.packs if pack.source == "static"]),

@@ -16,9 +16,9 @@ known by address, and addresses are used again: an entry holds a weak reference 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from lowtide._torch_private import (
 )
 from lowtide.operators.calls import CallTracker, Site, tensors_of
 
-__all__ = ["Call", "Observation", "Pack", "Watcher", "observe"]
+__all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
 
 Source = Literal["operator", "boundary", "root", "static"]
 """Whose value a tensor is: an operator's of the layer, the layer's input, something from outside, or a parameter's."""
@@ -89,6 +89,8 @@ class Observation(NamedTuple):
 
     calls: tuple[Call, ...]
     packs: tuple[Pack, ...]
+    owners: Mapping[int, str]
+    """For each storage that an operator wrote, by number, the operator that wrote it last."""
 
 
 class _Origin(NamedTuple):
@@ -101,8 +103,12 @@ class _Origin(NamedTuple):
     cast: bool
 
 
+SavedTensor: TypeAlias = Callable[[Tensor, Source], None]
+"""Told about every tensor that autograd saves while a layer runs, and whose value it is."""
+
+
 @contextmanager
-def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
+def observe(layer: nn.Module, *, saved: SavedTensor | None = None) -> Iterator[Callable[[], Observation]]:
     """Watch ``layer`` while it runs inside this context; the yielded function gives what was seen.
 
     >>> layer = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
@@ -111,7 +117,7 @@ def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
     >>> [(pack.operator, pack.source, pack.owner) for pack in seen().packs]
     [('0', 'boundary', ''), ('0', 'static', ''), ('1', 'operator', '0')]
     """
-    watcher = Watcher(layer)
+    watcher = Watcher(layer, saved)
     tracker = CallTracker(layer, watcher)
     tracker.attach()
     try:
@@ -123,9 +129,11 @@ def observe(layer: nn.Module) -> Iterator[Callable[[], Observation]]:
 class Watcher:
     """What is known while a layer runs: whose value each storage holds, and what has been saved."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, saved: SavedTensor | None = None) -> None:
+        self.saved = saved
         self.origins: dict[int, _Origin] = {}
         self.numbers = 0
+        self.owners: dict[int, str] = {}
         self.calls: list[_OpenCall] = []
         self.packs: list[Pack] = []
         self.open: _OpenCall | None = None
@@ -134,7 +142,7 @@ class Watcher:
             self.learn(tensor, "static", "")
 
     def result(self) -> Observation:
-        return Observation(tuple(call.close() for call in self.calls), tuple(self.packs))
+        return Observation(tuple(call.close() for call in self.calls), tuple(self.packs), dict(self.owners))
 
     # Which operator is running.
 
@@ -145,11 +153,19 @@ class Watcher:
             self.origin(tensor)
         for tensor in given[:1]:
             self.learn(tensor, "boundary", "")
+        self.resume()
+
+    def resume(self) -> None:
+        """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
         self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, _same)]
         for context in self.contexts:
             context.__enter__()
 
     def layer_ends(self) -> None:
+        self.pause()
+
+    def pause(self) -> None:
+        """Watch nothing for a while."""
         for context in reversed(self.contexts):
             context.__exit__(None, None, None)
 
@@ -178,6 +194,7 @@ class Watcher:
         self.numbers += number == self.numbers
         origin = _Origin(source, owner, number, weak_storage(tensor), cast)
         self.origins[key] = origin
+        self.owners[number] = owner
         return origin
 
     def kernel(self, func: Any, given: list[Tensor], made: list[Tensor], changed: list[Tensor]) -> None:
@@ -219,6 +236,8 @@ class Watcher:
                 origin.cast,
             )
         )
+        if self.saved is not None:
+            self.saved(tensor, origin.source)
         return tensor
 
 

@@ -1,8 +1,9 @@
-"""Run a model once and know all its layers: which kinds there are, and what each holds for backward."""
+"""Run a model once and know all of it: its kinds of layers, and what they and the rest hold for backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,30 +11,36 @@ from torch import nn
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import observe
+from lowtide.operators.root import Held, Root
 from lowtide.policy import Catalogue
 
 __all__ = ["Survey", "survey"]
 
 
 class Survey(NamedTuple):
-    """The layers of a model and their kinds."""
+    """The layers of a model, their kinds, and what stands outside them."""
 
     layers: Layers
     kinds: tuple[LayerKind, ...]
     """The distinct kinds, in the order they appear."""
     kind_of: tuple[int, ...]
     """For each layer, the place of its kind in ``kinds``."""
+    root: LayerKind
+    """What runs in the model outside its layers; its operators have their dotted path in the whole model."""
+    held: Held
+    """All that one run holds for backward, each storage once."""
 
     @property
     def catalogue(self) -> Catalogue:
-        """The operators of every layer, as a Policy is resolved against them."""
+        """The operators of every layer and of the root, as a Policy is resolved against them."""
         catalogues = [kind.catalogue for kind in self.kinds]
-        return Catalogue(tuple(catalogues[kind] for kind in self.kind_of))
+        return Catalogue(tuple(catalogues[kind] for kind in self.kind_of), self.root.catalogue)
 
 
 def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = None) -> Survey:
-    """Watch every layer of ``model`` during one ``run()`` of it.
+    """Watch every layer of ``model``, and what runs in it outside the layers, during one ``run()`` of it.
 
+    A loss that the model computes itself belongs to the root; what ``run`` does outside the model is not watched.
     ``layers`` names the module that holds the layers, if the longest run of equal children is not it.
 
     >>> import torch
@@ -43,17 +50,17 @@ def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = Non
     (1, ['0', '1'])
     """
     found = find_layers(model, layers)
-    contexts = [observe(module) for module in found.modules]
-    results = [context.__enter__() for context in contexts]
-    try:
+    root = Root(model, found.modules)
+    with ExitStack() as stack:
+        results = [stack.enter_context(observe(module, saved=root.saved_inside)) for module in found.modules]
+        stack.enter_context(root.watch())  # after the layers: it pauses before they begin and goes on after they end
         run()
-    finally:
-        for context in reversed(contexts):
-            context.__exit__(None, None, None)
     kinds: dict[str, LayerKind] = {}
     kind_of: list[int] = []
     for module, result in zip(found.modules, results, strict=True):
         kind = layer_kind(module, result())
         kinds.setdefault(kind.digest, kind)
         kind_of.append(list(kinds).index(kind.digest))
-    return Survey(found, tuple(kinds.values()), tuple(kind_of))
+    inside = [saved.storage for saved in root.inside]
+    outside = layer_kind(model, root.watcher.result(), held_elsewhere=inside)
+    return Survey(found, tuple(kinds.values()), tuple(kind_of), outside, root.held())

@@ -6,7 +6,7 @@ Plain data; imports nothing of lowtide but errors and units, and nothing of torc
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap
 from lowtide.policy.pattern import Match, NameTree, Pattern
 from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_layers, parse_layers
-from lowtide.policy.resolve import Catalogue, Operator, Resolution, ResolvedLayer, Unused, resolve
+from lowtide.policy.resolve import Catalogue, Operator, Resolution, ResolvedLayer, Setting, Unused, resolve
 
 __all__ = [
     "Catalogue",
@@ -23,6 +23,7 @@ __all__ = [
     "Resolution",
     "ResolvedLayer",
     "Rule",
+    "Setting",
     "Swap",
     "Unused",
     "format_layers",

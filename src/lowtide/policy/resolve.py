@@ -11,17 +11,21 @@ Which setting wins, strongest first:
 In a Policy from a file, a swapped operator whose output directly feeds a recomputed operator is
 kept instead: the recomputation would want it back at once. Every setting that had no effect is
 reported with the reason.
+
+A pattern is matched against the names of the operators and their aliases alike; decisions are by
+the operator's own name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap
 from lowtide.policy.pattern import NameTree
 from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_layers
+from lowtide.policy.prefetch import count_in_operators
 
 __all__ = ["Catalogue", "Operator", "Resolution", "ResolvedLayer", "Unused", "resolve"]
 
@@ -33,6 +37,9 @@ class Operator(NamedTuple):
     """Its dotted path inside the layer: ``feed_forward.mul``."""
     consumers: tuple[str, ...] = ()
     """The operators of the same layer that read its output."""
+    aliases: tuple[str, ...] = ()
+    """Other dotted paths it is known by: ``mlp.activation_func.silu``. Several operators may share one; one that is the
+    own name of another operator means that operator alone."""
 
 
 class Catalogue(NamedTuple):
@@ -69,6 +76,21 @@ class Unused(NamedTuple):
         return f"{self.setting} ({self.action}) has no effect{where}: {self.reason}{hint}"
 
 
+class Setting(NamedTuple):
+    """A setting that names something, and what it did in those layers where it did the same."""
+
+    setting: str
+    """As in :class:`Unused`; also ``the layer's input``."""
+    action: str
+    """What it asks for, as in :class:`Unused`."""
+    layers: tuple[int, ...]
+    """In which layers; empty for the root."""
+    operators: tuple[str, ...]
+    """The operators it names, by their own names."""
+    decided: tuple[str, ...]
+    """Those of them whose decision is due to it: no other setting overrules it."""
+
+
 class ResolvedLayer(NamedTuple):
     """The decisions of one layer, operator by operator."""
 
@@ -89,6 +111,8 @@ class Resolution(NamedTuple):
     root: ResolvedLayer
     unused: tuple[Unused, ...]
     """Every setting that had no effect."""
+    settings: tuple[Setting, ...] = ()
+    """Every setting that names something."""
 
     @property
     def unmatched(self) -> tuple[Unused, ...]:
@@ -134,9 +158,9 @@ def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True)
         for index, (settings, operators) in enumerate(zip(policy.layers, catalogue.layers, strict=True))
     ]
     root = layer(None, policy.root, catalogue.root)
-    layers = _count_in_operators(layers)
-    unused = report.unused([*catalogue.layers, catalogue.root])
-    resolution = Resolution(tuple(layers), root, unused)
+    layers = count_in_operators(layers)
+    unused = report.unused(catalogue)
+    resolution = Resolution(tuple(layers), root, unused, report.settings())
     if require_match and resolution.unmatched:
         raise UnmatchedError("\n".join(str(item) for item in resolution.unmatched))
     return resolution
@@ -150,11 +174,17 @@ class _Outcome(NamedTuple):
     """What one setting did in one layer."""
 
     setting: Rule | CommRule | None
-    """None is the whole layer's default."""
+    """None is the whole layer's default, or its input's decision."""
     action: str
     matched: bool
     reason: str
     """Empty if it had an effect."""
+    named: tuple[str, ...] = ()
+    """The operators it names, in order."""
+    decided: tuple[str, ...] = ()
+    """The operators whose decision is due to it."""
+    label: str = "the whole layer"
+    """What it is called if it is no rule."""
 
 
 def _resolve_layer(
@@ -164,8 +194,12 @@ def _resolve_layer(
     if len(set(names)) != len(names):
         twice = next(name for position, name in enumerate(names) if name in names[:position])
         raise PolicyError(f"the catalogue lists the operator {twice} twice in one layer")
-    tree = NameTree.of(names)
-    targets = [(rule, rule.pattern.operators(tree, modules=not rule.operators_only)) for rule in settings.rules]
+    vocabulary = _Vocabulary(operators)
+    tree = vocabulary.tree
+    targets = [
+        (rule, frozenset(vocabulary.own(rule.pattern.operators(tree, modules=not rule.operators_only))))
+        for rule in settings.rules
+    ]
 
     kept = _union(named for rule, named in targets if isinstance(rule.decision, Keep))
     recomputed = _union(named for rule, named in targets if isinstance(rule.decision, Recompute))
@@ -200,14 +234,35 @@ def _resolve_layer(
         matched = bool(named)
         if not matched and rule.operators_only and rule.pattern.matches(tree):
             matched, reason = True, "it names a module, and only operators can be excluded"
-        outcomes.append(_Outcome(rule, str(rule.decision), matched, reason))
+        due = tuple(name for name in names if name in named and _is_due(rule, name, decisions, winner, feeds, whole))
+        order = tuple(name for name in names if name in named)
+        outcomes.append(_Outcome(rule, str(rule.decision), matched, reason, order, due))
     if isinstance(settings.default, Swap) and names:
-        by_default = any(name in winner and winner[name] is None and name not in feeds for name in names)
-        reason = "" if by_default else "every operator of the layer is decided otherwise"
-        outcomes.append(_Outcome(None, str(settings.default), True, reason))
-    collectives = _Collectives(settings, tree, whole)
+        due = tuple(name for name in names if name in winner and winner[name] is None and name not in feeds)
+        reason = "" if due else "every operator of the layer is decided otherwise"
+        outcomes.append(_Outcome(None, str(settings.default), True, reason, tuple(names), due))
+    elif whole and names:
+        due = tuple(name for name in names if name in recomputed)
+        outcomes.append(_Outcome(None, str(settings.default), True, "", tuple(names), due))
+    if isinstance(settings.boundary, Swap):
+        outcomes.append(_Outcome(None, str(settings.boundary), True, "", label="the layer's input"))
+    collectives = _Collectives(settings, vocabulary, whole)
     resolved = ResolvedLayer(decisions, settings.boundary, collectives.repeated, collectives.kept)
     return resolved, outcomes + collectives.outcomes
+
+
+def _is_due(
+    rule: Rule,
+    name: str,
+    decisions: Mapping[str, Decision],
+    winner: Mapping[str, Rule | None],
+    feeds: Mapping[str, str],
+    whole: bool,
+) -> bool:
+    """Whether the decision of an operator that ``rule`` names is due to it."""
+    if isinstance(rule.decision, Swap):
+        return winner.get(name) is rule and name not in feeds
+    return type(decisions[name]) is type(rule.decision) and not (whole and isinstance(rule.decision, Recompute))
 
 
 def _why_not(
@@ -221,14 +276,10 @@ def _why_not(
     """Why ``rule`` had no effect in this layer, or nothing if it had one."""
     if not named or isinstance(rule.decision, Keep):
         return ""
-    if isinstance(rule.decision, Recompute):
-        if whole:
-            return _INCLUDED[0]
-        if any(decisions[name] == rule.decision for name in named):
-            return ""
-        return "an exclude keeps it"
-    if any(winner.get(name) is rule and name not in feeds for name in named):
+    if any(_is_due(rule, name, decisions, winner, feeds, whole) for name in named):
         return ""
+    if isinstance(rule.decision, Recompute):
+        return _INCLUDED[0] if whole else "an exclude keeps it"
     first = min(named)
     if first in feeds:
         return f"{first} directly feeds {feeds[first]}, which is recomputed"
@@ -239,16 +290,33 @@ def _why_not(
     return "an exclude keeps it"
 
 
+class _Vocabulary:
+    """What patterns are matched against: the names of a layer's operators, and their aliases."""
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        own = {operator.name: [operator.name] for operator in operators}
+        others: dict[str, list[str]] = {}
+        for operator in operators:
+            for alias in operator.aliases:
+                others.setdefault(alias, []).append(operator.name)
+        self.meanings = others | own
+        self.tree = NameTree.of([*own, *(alias for alias in others if alias not in own)])
+
+    def own(self, names: Iterable[str]) -> list[str]:
+        """The operators that names and aliases mean, by their own names, each once."""
+        return list(dict.fromkeys(own for name in names for own in self.meanings[name]))
+
+
 class _Collectives:
     """The collectives of a layer that are repeated or kept, and what each setting did."""
 
-    def __init__(self, settings: LayerPolicy, tree: NameTree, whole: bool) -> None:
+    def __init__(self, settings: LayerPolicy, vocabulary: _Vocabulary, whole: bool) -> None:
         self.outcomes: list[_Outcome] = []
         repeated: dict[str, None] = {}
         kept: dict[str, None] = {}
         for rule in settings.communication:
-            matches = rule.pattern.matches(tree)
-            operators = [match.name for match in matches if not match.is_module]
+            matches = rule.pattern.matches(vocabulary.tree)
+            operators = vocabulary.own(match.name for match in matches if not match.is_module)
             reason = ""
             if matches and not operators:
                 reason = "it names a module, and only an operator has a collective"
@@ -257,7 +325,8 @@ class _Collectives:
             else:
                 (repeated if rule.repeat else kept).update(dict.fromkeys(operators))
             action = "repeat collective" if rule.repeat else "keep collective"
-            self.outcomes.append(_Outcome(rule, action, bool(matches), reason))
+            due = tuple(operators) if not reason else ()
+            self.outcomes.append(_Outcome(rule, action, bool(matches), reason, tuple(operators), due))
         self.repeated = tuple(name for name in repeated if name not in kept)
         self.kept = tuple(kept)
 
@@ -268,17 +337,32 @@ class _Report:
     def __init__(self) -> None:
         self.matched: dict[tuple[object, str], bool] = {}
         self.layers: dict[tuple[object, str, str], list[int]] = {}
+        self.alike: dict[_Outcome, list[int]] = {}
 
     def add(self, index: int | None, outcome: _Outcome) -> None:
+        self.alike.setdefault(outcome, []).extend([] if index is None else [index])
         setting = (outcome.setting, outcome.action)
         self.matched[setting] = self.matched.get(setting, False) or outcome.matched
         where = self.layers.setdefault((*setting, outcome.reason), [])
         if index is not None:
             where.append(index)
 
-    def unused(self, kinds: Iterable[tuple[Operator, ...]]) -> tuple[Unused, ...]:
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(
+            Setting(
+                str(outcome.setting.pattern) if outcome.setting is not None else outcome.label,
+                outcome.action,
+                tuple(layers),
+                outcome.named,
+                outcome.decided,
+            )
+            for outcome, layers in self.alike.items()
+            if outcome.named or outcome.label != "the whole layer"
+        )
+
+    def unused(self, catalogue: Catalogue) -> tuple[Unused, ...]:
         items: list[Unused] = []
-        tree: NameTree | None = None
+        trees: dict[bool, NameTree] = {}
         for (setting, action, reason), layers in self.layers.items():
             builtin = setting.builtin if isinstance(setting, (Rule, CommRule)) else False
             label = str(setting.pattern) if isinstance(setting, (Rule, CommRule)) else "the whole layer"
@@ -289,9 +373,13 @@ class _Report:
                 continue
             if builtin and self._sibling_matched(setting, action):
                 continue
-            if tree is None:
-                tree = NameTree.of(dict.fromkeys(operator.name for kind in kinds for operator in kind))
-            near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CommRule)) else ()
+            inside = bool(layers)
+            if inside not in trees:
+                kinds = catalogue.layers if inside else (catalogue.root,)
+                trees[inside] = NameTree.of(
+                    dict.fromkeys(name for kind in kinds for o in kind for name in (o.name, *o.aliases))
+                )
+            near = setting.pattern.nearest(trees[inside]) if isinstance(setting, (Rule, CommRule)) else ()
             items.append(
                 Unused(label, action, tuple(layers), "no operator or module has this name", "unmatched", near, builtin)
             )
@@ -303,34 +391,6 @@ class _Report:
             for (other, what), matched in self.matched.items()
             if what == action
         )
-
-
-def _count_in_operators(layers: list[ResolvedLayer]) -> list[ResolvedLayer]:
-    """Turn prefetches counted in layers into operators: k layers earlier in backward is k layers later in forward."""
-
-    def convert(index: int) -> Callable[[Decision], Decision]:
-        def one(decision: Decision) -> Decision:
-            if not isinstance(decision, Swap) or decision.unit == "operators":
-                return decision
-            ahead = layers[index + 1 : index + 1 + decision.prefetch]
-            return Swap(max(1, sum(len(layer.decisions) for layer in ahead)), decision.tier)
-
-        return one
-
-    result = []
-    for index, layer in enumerate(layers):
-        if any(isinstance(d, Swap) and d.unit == "layers" for d in (layer.boundary, *layer.decisions.values())):
-            one = convert(index)
-            boundary = one(layer.boundary)
-            assert not isinstance(boundary, Recompute)
-            layer = ResolvedLayer(
-                {name: one(decision) for name, decision in layer.decisions.items()},
-                boundary,
-                layer.repeated_collectives,
-                layer.kept_collectives,
-            )
-        result.append(layer)
-    return result
 
 
 def _union(sets: Iterable[frozenset[str]]) -> set[str]:

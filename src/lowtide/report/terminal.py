@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from lowtide.policy import Keep, NameTree, Recompute, ResolvedLayer, Swap, format_layers
+from lowtide.report.names import shorten
 
 if TYPE_CHECKING:
     from lowtide.config.check import Check
@@ -149,7 +150,7 @@ def _describe(layer: ResolvedLayer) -> str:
     for name, decision in layer.decisions.items():
         if decision != Keep():
             groups.setdefault(str(decision), []).append(name)
-    parts = [f"{decision} {_shorten(names, tree)}" for decision, names in groups.items()]
+    parts = [f"{decision} {shorten(names, tree)}" for decision, names in groups.items()]
     if layer.boundary != Keep():
         parts.append(f"{layer.boundary} the layer's input")
     if layer.repeated_collectives:
@@ -157,22 +158,6 @@ def _describe(layer: ResolvedLayer) -> str:
     if layer.kept_collectives:
         parts.append(f"keep collectives of {', '.join(layer.kept_collectives)}")
     return "; ".join(parts) or "every activation stays on the device"
-
-
-def _shorten(names: Iterable[str], tree: NameTree) -> str:
-    """Name a module instead of all the operators below it, and the rest instead of most of a layer."""
-    left = set(names)
-    rest = {match.name for match in tree.walk() if not match.is_module} - left
-    if len(rest) < len(left) / 4:
-        return f"the whole layer but {_shorten(rest, tree)}" if rest else "the whole layer"
-    result: list[str] = []
-    for match in sorted(tree.walk(), key=lambda match: (not match.is_module, match.name.count("."))):
-        covered = set(tree.below(match.name)) if match.is_module else {match.name}
-        if covered and covered <= left and not (match.is_module and len(covered) == 1):
-            left -= covered
-            result.append(match.name)
-    order = {match.name: position for position, match in enumerate(tree.walk())}
-    return ", ".join(sorted(result, key=order.__getitem__))
 
 
 def _blocks(check: Check, labels: _Labels, width: int) -> Iterator[list[int]]:

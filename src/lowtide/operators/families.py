@@ -1,0 +1,153 @@
+"""Name tables of model families: what users of the MindSpore guides call the operators of a transformers model.
+
+A layer is recognised by its structure, part by part, so that a family is a choice of parts: Llama, Qwen and Mistral are
+the attention and the gated feed-forward below; Mixtral has the same attention and experts in place of the latter.
+To add a family, add a :class:`Part` to ``PARTS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["PARTS", "Part", "aliases_of"]
+
+
+class Part(NamedTuple):
+    """A part of a layer, known by some of its operators."""
+
+    marks: tuple[str, ...]
+    """The operators by which it is recognised: all of them are there."""
+    table: str
+    """One line: operators of the layer | legacy names | mcore names. Names that end in a dot mean a module:
+    such a line renames the operators below it that have no line of their own, so that a pattern may name the module."""
+
+
+# The guides know one activation, silu, and the name means the activation of a gated feed-forward whichever it is. They
+# know one matmul for query, key and value in mcore, and transformers calls three.
+PARTS = (
+    Part(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        """
+self_attn.       | attention.                    | self_attention.
+self_attn.q_proj | attention.wq.matmul           | self_attention.linear_qkv.matmul
+self_attn.k_proj | attention.wk.matmul           | self_attention.linear_qkv.matmul
+self_attn.v_proj | attention.wv.matmul           | self_attention.linear_qkv.matmul
+self_attn.o_proj | attention.wo.matmul           | self_attention.linear_proj.matmul
+self_attn.q_norm | attention.q_norm.norm         | self_attention.q_layernorm.norm
+self_attn.k_norm | attention.k_norm.norm         | self_attention.k_layernorm.norm
+self_attn.mul self_attn.mul_1 self_attn.mul_2 self_attn.mul_3 \
+                 | attention.apply_rotary_emb.mul | self_attention.apply_rotary_pos_emb.mul
+self_attn.neg self_attn.neg_1 \
+                 | attention.apply_rotary_emb.neg | self_attention.apply_rotary_pos_emb.neg
+self_attn.cat self_attn.cat_1 \
+                 | attention.apply_rotary_emb.cat | self_attention.apply_rotary_pos_emb.cat
+self_attn.add self_attn.add_1 \
+                 | attention.apply_rotary_emb.add | self_attention.apply_rotary_pos_emb.add
+self_attn.scaled_dot_product_attention \
+                 | attention.flash_attention.flash_attention \
+                 | self_attention.core_attention.flash_attention self_attention.core_attention.bmm \
+                   self_attention.flash_attention.flash_attention
+self_attn.softmax | attention.softmax            | self_attention.core_attention.softmax
+""",
+    ),
+    Part(
+        ("input_layernorm", "post_attention_layernorm"),
+        """
+input_layernorm          | attention_norm.norm | input_layernorm.norm
+post_attention_layernorm | ffn_norm.norm       | pre_mlp_layernorm.norm
+""",
+    ),
+    Part(
+        ("mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.mul", "mlp.down_proj"),
+        """
+mlp.          | feed_forward.                   | mlp.
+mlp.gate_proj | feed_forward.w1.matmul          | mlp.linear_fc1.matmul
+mlp.up_proj   | feed_forward.w3.matmul          | mlp.linear_fc1.matmul
+mlp.act_fn    | feed_forward.w1.activation.silu | mlp.activation_func.silu
+mlp.mul       | feed_forward.mul                | mlp.mul
+mlp.down_proj | feed_forward.w2.matmul          | mlp.linear_fc2.matmul
+""",
+    ),
+    Part(  # Mixtral, Qwen3-MoE: the experts are one grouped call, which the guides cannot name in parts
+        ("mlp.gate", "mlp.experts.act_fn"),
+        """
+mlp.               | feed_forward.        | mlp.
+mlp.gate           | feed_forward.router  | mlp.router
+mlp.experts.       | feed_forward.experts. | mlp.experts.
+mlp.experts.act_fn | feed_forward.experts.activation.silu | mlp.experts.activation_func.silu
+""",
+    ),
+    Part(  # Qwen2-MoE
+        ("mlp.shared_expert.act_fn", "mlp.shared_expert.mul"),
+        """
+mlp.shared_expert.          | feed_forward.shared_experts.                   | mlp.shared_experts.
+mlp.shared_expert.gate_proj | feed_forward.shared_experts.w1.matmul          | mlp.shared_experts.linear_fc1.matmul
+mlp.shared_expert.up_proj   | feed_forward.shared_experts.w3.matmul          | mlp.shared_experts.linear_fc1.matmul
+mlp.shared_expert.act_fn    | feed_forward.shared_experts.w1.activation.silu | mlp.shared_experts.activation_func.silu
+mlp.shared_expert.mul       | feed_forward.shared_experts.mul                | mlp.shared_experts.mul
+mlp.shared_expert.down_proj | feed_forward.shared_experts.w2.matmul          | mlp.shared_experts.linear_fc2.matmul
+""",
+    ),
+    Part(  # DeepSeek
+        ("mlp.shared_experts.act_fn", "mlp.shared_experts.mul"),
+        """
+mlp.shared_experts.          | feed_forward.shared_experts.                   | mlp.shared_experts.
+mlp.shared_experts.gate_proj | feed_forward.shared_experts.w1.matmul          | mlp.shared_experts.linear_fc1.matmul
+mlp.shared_experts.up_proj   | feed_forward.shared_experts.w3.matmul          | mlp.shared_experts.linear_fc1.matmul
+mlp.shared_experts.act_fn    | feed_forward.shared_experts.w1.activation.silu | mlp.shared_experts.activation_func.silu
+mlp.shared_experts.mul       | feed_forward.shared_experts.mul                | mlp.shared_experts.mul
+mlp.shared_experts.down_proj | feed_forward.shared_experts.w2.matmul          | mlp.shared_experts.linear_fc2.matmul
+""",
+    ),
+    Part(  # GPT-2
+        ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj"),
+        """
+ln_1          | attention_norm.norm             | input_layernorm.norm
+attn.         | attention.                      | self_attention.
+attn.c_attn   | attention.w_qkv.matmul          | self_attention.linear_qkv.matmul
+attn.scaled_dot_product_attention \
+              | attention.flash_attention.flash_attention \
+              | self_attention.core_attention.flash_attention self_attention.core_attention.bmm \
+                self_attention.flash_attention.flash_attention
+attn.c_proj   | attention.wo.matmul             | self_attention.linear_proj.matmul
+ln_2          | ffn_norm.norm                   | pre_mlp_layernorm.norm
+mlp.          | feed_forward.                   | mlp.
+mlp.c_fc      | feed_forward.w1.matmul          | mlp.linear_fc1.matmul
+mlp.act       | feed_forward.w1.activation.gelu | mlp.activation_func.gelu
+mlp.c_proj    | feed_forward.w2.matmul          | mlp.linear_fc2.matmul
+""",
+    ),
+)
+
+
+def aliases_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The other names of a layer's operators, by their own; empty for layers of no known family.
+
+    >>> gated = ("mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.mul", "mlp.down_proj")
+    >>> aliases_of(gated)["mlp.act_fn"]
+    ('feed_forward.w1.activation.silu', 'mlp.activation_func.silu')
+    """
+    own = list(names)
+    found: dict[str, dict[str, None]] = {name: {} for name in own}
+    for part in PARTS:
+        if not set(part.marks) <= set(own):
+            continue
+        lines, modules = _read(part.table)
+        for name in own:
+            if name in lines:
+                found[name].update(dict.fromkeys(lines[name]))
+            elif above := max((module for module in modules if name.startswith(module)), key=len, default=""):
+                found[name].update((other + name.removeprefix(above), None) for other in modules[above])
+    return {name: tuple(alias for alias in aliases if alias != name) for name, aliases in found.items()}
+
+
+def _read(table: str) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """The lines of a table: those of operators, and those of modules."""
+    lines: dict[str, tuple[str, ...]] = {}
+    modules: dict[str, tuple[str, ...]] = {}
+    for line in table.strip().splitlines():
+        own, *others = (column.split() for column in line.split("|"))
+        for name in own:
+            (modules if name.endswith(".") else lines)[name] = tuple(other for column in others for other in column)
+    return lines, modules

@@ -1,0 +1,126 @@
+"""Watch what runs in a model outside its layers: embedding, masks, rotary tables, final norm, head and loss.
+
+The root is watched like a layer, with pauses while a layer runs. A tensor that the root made and a layer saved, such as
+a rotary table, is the root's: the layers' watchers tell the root of every tensor they see saved. Since the root knows
+them all by storage, it also knows the whole: every byte that one run holds for backward, counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lowtide._torch_private import storage_bytes
+from lowtide.operators.calls import CallTracker
+from lowtide.operators.observe import Source, Watcher
+
+__all__ = ["Held", "Root"]
+
+
+class Held(NamedTuple):
+    """The bytes that one run of a model holds for backward, each storage in one place."""
+
+    layers: int
+    """What the layers' operators own."""
+    boundaries: int
+    """What passes from one part to another: the layers' inputs, and the last layer's output."""
+    root: int
+    """What the operators outside the layers own, wherever it was saved."""
+    static: int
+    """Parameters, buffers, and what is derived from them alone."""
+    kept: int
+    """Integers and booleans."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+class _Saved(NamedTuple):
+    """A tensor saved inside a layer."""
+
+    source: Source
+    storage: int
+    storage_bytes: int
+    movable: bool
+
+
+class Root:
+    """The part of a model outside its layers, while it is watched."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.model, self.layers = model, layers
+        self.watcher = Watcher(model)
+        self.tracker = CallTracker(model, self.watcher)
+        self.inside: list[_Saved] = []
+        for layer in layers:
+            for module in layer.modules():
+                self.tracker.paths.pop(module, None)  # the layer's own tracker follows it
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch the model while it runs inside this context. Enter it after the contexts that watch the layers."""
+        self.tracker.attach()
+        handles: list[Any] = [self.model.register_forward_pre_hook(self._begin, prepend=True)]
+        for layer in self.layers:
+            # The layers' own hooks are there already: this one goes before their first, the other after their last.
+            handles.append(layer.register_forward_pre_hook(self._pause, prepend=True))
+            handles.append(layer.register_forward_hook(self._resume, always_call=True))
+        try:
+            yield
+        finally:
+            self.tracker.detach()
+            for handle in handles:
+                handle.remove()
+
+    def saved_inside(self, tensor: Tensor, source: Source) -> None:
+        """A layer's watcher saw a tensor saved; what comes from outside the layer may be the root's."""
+        number = self.watcher.origin(tensor).number
+        movable = tensor.is_floating_point() or tensor.is_complex()
+        self.inside.append(_Saved(source, number, storage_bytes(tensor), movable))
+        if source == "root":
+            self.watcher.pack(tensor)
+
+    def held(self) -> Held:
+        """The bytes of every storage that was saved, each in one place."""
+        places: dict[int, tuple[str, int]] = {}
+
+        def claim(place: str, storage: int, size: int) -> None:
+            # One storage saved in two parts, such as a last value that its layer saved too, is the stronger claim's.
+            before, _ = places.get(storage, (place, 0))
+            places[storage] = (min(place, before, key=_CLAIMS.index), size)
+
+        for saved in self.inside:
+            if saved.source != "root":  # the watcher has packed the others
+                claim(_place(saved.source, saved.movable, "layers"), saved.storage, saved.storage_bytes)
+        for pack in self.watcher.packs:
+            claim(_place(pack.source, pack.movable, "root"), pack.storage, pack.storage_bytes)
+        return Held(**{name: sum(size for place, size in places.values() if place == name) for name in Held._fields})
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.inside.clear()  # a model that runs twice is known by its last run
+
+    def _pause(self, layer: nn.Module, args: Any) -> None:
+        if self.tracker.stack and self.tracker.running is None:
+            self.tracker.running = layer  # so that functions called in the layer are not the root's
+            self.watcher.pause()
+
+    def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self.tracker.running is layer:
+            self.tracker.running = None
+            self.watcher.resume()
+
+
+_CLAIMS = ("static", "kept", "boundaries", "layers", "root")
+
+
+def _place(source: Source, movable: bool, part: str) -> str:
+    if source == "static":
+        return "static"
+    if not movable:
+        return "kept"
+    return part if source == "operator" else "boundaries"
