@@ -128,9 +128,21 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def on_cpu(model: nn.Module) -> Iterator[Attached]:
-    """Every layer under torch's ``save_on_cpu``."""
-    with _around_layers(model, partial(save_on_cpu, pin_memory=True)):
+def on_cpu(model: nn.Module, *, parameters: bool = True) -> Iterator[Attached]:
+    """Every layer under torch's ``save_on_cpu``, which pins memory only if it is told what the device is.
+
+    By itself it moves the layers' parameters as well; without ``parameters`` it is spared these.
+    """
+    hooks = save_on_cpu(pin_memory=True, device_type=next(model.parameters()).device.type)
+    spared = set() if parameters else {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor if tensor.untyped_storage().data_ptr() in spared else hooks.pack_hook(tensor)
+
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else hooks.unpack_hook(saved)
+
+    with _around_layers(model, partial(saved_tensors_hooks, pack, unpack)):
         yield Attached()
 
 
@@ -225,12 +237,12 @@ def _stand_ins() -> Iterator[None]:
             del sys.modules[name]
 
 
-def peer(module: ModuleType) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
-    """Every layer under the peer's hooks, with its default settings."""
+def peer(module: ModuleType, stash: int) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
+    """Every layer under the peer's hooks; ``stash`` is how many tensors it keeps in flight, 5 by default."""
 
     @contextmanager
     def attach(model: nn.Module) -> Iterator[Attached]:
-        offload = module.OffloadActivations()
+        offload = module.OffloadActivations(max_fwd_stash_size=stash)
         offload.update_model_params(model)
 
         @contextmanager
