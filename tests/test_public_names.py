@@ -18,6 +18,7 @@ NAMES = [
     "Handle",
     "Keep",
     "LayerPolicy",
+    "Limits",
     "LowtideError",
     "ModelError",
     "Operator",
@@ -26,15 +27,20 @@ NAMES = [
     "Policy",
     "PolicyError",
     "RebuildError",
+    "Receipt",
     "Recompute",
     "Resolution",
     "Rule",
     "Swap",
+    "SwapError",
     "UnitError",
     "UnmatchedError",
+    "Verification",
+    "VerificationError",
     "apply",
     "load_policy",
     "resolve",
+    "verify",
 ]
 
 COMMANDS = {

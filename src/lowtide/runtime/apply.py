@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker
@@ -14,23 +12,32 @@ from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
-from lowtide.runtime.intercept import Wrappers
-from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input
-from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.intercept import Function, Wrappers
+from lowtide.runtime.layer import DecidedLayer, Span, pass_by, recompute_whole, swap_input
+from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.program import BOUNDARY, LayerProgram, compile_layer
+from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
+from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "apply"]
 
 
-def apply(model: nn.Module, policy: Policy, *, layers: str | None = None, limits: Limits | None = None) -> Handle:
+def apply(
+    model: nn.Module, policy: Policy, *, layers: str | None = None, limits: Limits | None = None, verify: bool = False
+) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
     The operators of a class of layers are learnt while its first layer runs for the first time; that layer keeps
     everything in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
 
-    ``handle = lowtide.apply(model, policy)``; ``handle.remove()`` leaves the model as it was.
+    ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
+    caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
+    is slow.
+
+    ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
+    model as it was.
     """
     found = find_layers(model, layers)
     if len(found.modules) != len(policy.layers):
@@ -40,14 +47,14 @@ def apply(model: nn.Module, policy: Policy, *, layers: str | None = None, limits
         )
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
-    return Handle(found, policy, limits or Limits())
+    return Handle(found, policy, limits or Limits(), verify=verify)
 
 
 class Handle:
     """A Policy at work on a model."""
 
-    def __init__(self, layers: Layers, policy: Policy, limits: Limits) -> None:
-        self.layers, self.policy = layers, policy
+    def __init__(self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False) -> None:
+        self.layers, self.policy, self.verify = layers, policy, verify
         self.kinds: dict[type[nn.Module], LayerKind] = {}
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
@@ -56,7 +63,7 @@ class Handle:
         if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
             classes = set()
             for follower in self.followers:
-                if not follower.whole and type(follower.layer) not in classes:
+                if type(follower.layer) not in classes:
                     classes.add(type(follower.layer))
                     follower.watch()
 
@@ -75,6 +82,14 @@ class Handle:
             for name in follower.program.refused
         )
 
+    def receipt(self) -> Receipt:
+        """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
+        more = [f"{name} in layer {index} is kept: its call cannot be repeated" for index, name in self.kept]
+        kinds = [follower.kind or self.kinds.get(type(follower.layer)) for follower in self.followers]
+        receipt = write_receipt(self.policy, self.resolution, kinds, self.ledger, more)
+        self.ledger.clear()
+        return receipt
+
     def remove(self) -> None:
         """Leave the model as it was."""
         for follower in self.followers:
@@ -84,8 +99,7 @@ class Handle:
     def learnt(self, module: nn.Module, kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
         self.kinds[type(module)] = kind
-        classes = {type(follower.layer) for follower in self.followers if not follower.whole}
-        complete = classes <= set(self.kinds)
+        complete = {type(follower.layer) for follower in self.followers} <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
         catalogue = Catalogue(tuple(catalogues.get(type(layer), kind.catalogue) for layer in self.layers.modules))
@@ -101,7 +115,7 @@ class Handle:
             follower.span, follower.resolved = span, resolved
         due: frozenset[int] = frozenset()
         for follower, span in zip(self.followers, spans, strict=True):
-            if type(follower.layer) in self.kinds or follower.whole:
+            if type(follower.layer) in self.kinds:
                 follower.install(due)
             due = frozenset(number - span.count for number in due | follower.due if number > span.count)
 
@@ -125,7 +139,13 @@ class _Follower:
         self.noticed = False
         """Whether the layer, though it keeps everything or recomputes it, tells the schedule that it runs."""
         if self.whole:
-            self.wrappers.wrap(self.layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+            line = handle.ledger.line(index, WHOLE)
+            self.wrappers.wrap(self.layer, lambda forward: self._unless_learning(forward, line))
+
+    def _unless_learning(self, forward: Function, line: Line) -> Function:
+        """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
+        whole = recompute_whole(forward, self.handle.ledger, line)
+        return lambda *args, **kwargs: (whole if self.tracker is None else forward)(*args, **kwargs)
 
     @property
     def due(self) -> frozenset[int]:
@@ -152,7 +172,8 @@ class _Follower:
             resolved = self.resolved
             self.program = compile_layer(self.index, kind, resolved.decisions, resolved.boundary, handle.ledger, due)
             if not self.program.idle:
-                self.decided = DecidedLayer(layer, self.program, handle.manager, span)
+                check = LayerCheck(self.index, layer, kind) if handle.verify else None
+                self.decided = DecidedLayer(layer, self.program, handle.manager, span, check)
                 self.decided.changed = self.watch
                 return
         if self.noticed:
@@ -174,7 +195,7 @@ class _Follower:
             self.tracker.detach()
             self.tracker = None
         if self.decided is not None:
-            self.decided.wrappers.remove()
+            self.decided.remove()
             self.decided = None
 
     # While the layer is learnt, the tracker tells the follower and the follower the watcher.

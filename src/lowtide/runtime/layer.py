@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch_private import DisableTorchFunction, storage_key
+from lowtide._torch_private import DisableTorchFunction, current_backward, storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Keep, Swap
+from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import Function, Wrappers, intercept
-from lowtide.runtime.ledger import Line
+from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram
 from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, Reference, Registry
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
 
-__all__ = ["DecidedLayer", "Span", "pass_by", "swap_input"]
+__all__ = ["DecidedLayer", "Run", "Span", "pass_by", "recompute_whole", "swap_input"]
 
 
 class Span:
@@ -73,6 +76,23 @@ def pass_by(forward: Function, span: Span) -> Function:
     return passed
 
 
+def recompute_whole(forward: Function, ledger: Ledger, line: Line) -> Function:
+    """A layer that torch's own checkpoint repeats in backward; what that takes is timed."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if current_backward() == -1:
+            return forward(*args, **kwargs)
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+        begin = ledger.begin(device)
+        line.recomputes += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:  # the checkpoint stops it early by an exception
+            ledger.end(line, device, begin)
+
+    return partial(checkpoint, timed, use_reentrant=False)
+
+
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
     """A layer that is recomputed as a whole and whose input, all that it holds, is swapped."""
 
@@ -102,8 +122,10 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
 class DecidedLayer:
     """A layer some of whose operators are recomputed or swapped."""
 
-    def __init__(self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span) -> None:
-        self.program, self.manager, self.span = program, manager, span
+    def __init__(
+        self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span, check: LayerCheck | None = None
+    ) -> None:
+        self.program, self.manager, self.span, self.check = program, manager, span, check
         self.run: _Recomputing | None = None
         self.changed: Callable[[], None] | None = None
         """Called when the layer took another way than its kind."""
@@ -115,15 +137,15 @@ class DecidedLayer:
             self.wrappers.wrap(layer, self._swap)
 
     def _swap(self, forward: Function) -> Function:
-        manager, program, span = self.manager, self.program, self.span
+        manager, program, span, check = self.manager, self.program, self.span, self.check
         schedule, offset = manager.schedule, span.offset
 
         def swapping(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = schedule.enter(offset)
-            run = _Run(program, manager, first)
-            with saved_tensors_hooks(run.pack, unpack):
+            run = Run(program, manager, first)
+            with saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack):
                 output = forward(*args, **kwargs)
             self._leave(run, first, output)
             return output
@@ -137,7 +159,7 @@ class DecidedLayer:
             first = self.span.schedule.enter(self.span.offset)
             run = self.run = _Recomputing(self.program, self.manager, first)
             try:
-                with saved_tensors_hooks(run.pack, unpack):
+                with saved_tensors_hooks(run.pack if self.check is None else self.check.packing(run), unpack):
                     output = forward(*args, **kwargs)
             finally:
                 self.run = None
@@ -147,14 +169,20 @@ class DecidedLayer:
 
         return recomputing
 
-    def _leave(self, run: _Run, first: int, output: Any) -> None:
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+        self.wrappers.remove()
+        if self.check is not None:
+            self.check.tracker.detach()
+
+    def _leave(self, run: Run, first: int, output: Any) -> None:
         self.span.leave(first, output)
         run.departures = None
         if (run.changed or run.number != len(run.actions)) and self.changed is not None:
             self.changed()
 
 
-class _Run:
+class Run:
     """One run of a layer. It lives as long as the graph, which holds its ``pack``."""
 
     __slots__ = ("actions", "changed", "departures", "first", "manager", "number")
@@ -217,7 +245,7 @@ class _Run:
         return saved
 
 
-class _Recomputing(_Run):
+class _Recomputing(Run):
     """One run of a layer in which calls are captured. ``end`` empties it."""
 
     __slots__ = ("given", "name", "open", "place", "program", "registry", "turns")
@@ -241,7 +269,7 @@ class _Recomputing(_Run):
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd saves in place of ``tensor``."""
         self.place += 1
-        return _Run.pack(self, tensor)
+        return Run.pack(self, tensor)
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
@@ -274,7 +302,7 @@ class _Recomputing(_Run):
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():
-            return _Run.act(self, tensor, action)
+            return Run.act(self, tensor, action)
 
     def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         produced = self.registry.find(tensor)

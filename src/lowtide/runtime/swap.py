@@ -46,8 +46,8 @@ class Swapped:
     """A storage that is on the host between forward and backward."""
 
     __slots__ = (
-        "__weakref__", "ahead", "back", "device", "dtype", "line", "manager", "mutated", "place", "reference", "shape",
-        "size", "source", "target", "version",
+        "__weakref__", "ahead", "back", "device", "dtype", "handed", "line", "manager", "mutated", "place", "reference",
+        "shape", "size", "source", "target", "version",
     )  # fmt: skip
 
     def __init__(self, manager: SwapManager, source: Tensor, size: int, line: Line, place: Place) -> None:
@@ -55,7 +55,7 @@ class Swapped:
         self.source: Tensor | None = source
         self.shape, self.dtype, self.device = source.shape, source.dtype, source.device
         self.version = source._version
-        self.mutated = self.ahead = False
+        self.mutated = self.ahead = self.handed = False
         self.target: Tensor | None = None
         self.back: Copy | None = None
         self.reference = weakref.ref(self)
@@ -96,7 +96,9 @@ class Swapped:
                     " saved for backward; autograd would refuse it too: keep the tensor, or do not write into it"
                 )
             if self.source is not None:
-                self.line.handed_back_bytes += self.size
+                if not self.handed:
+                    self.handed = True
+                    self.line.handed_back_bytes += self.size
                 return self.source
             if self.target is None:
                 try:
