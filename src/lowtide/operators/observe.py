@@ -6,7 +6,7 @@ and dtype casts. What is derived from parameters alone is static; what comes int
 or, if it is not the layer's own input, to the root.
 
 [Note: how owners are found]
-Three watchers run together. Hooks on the layer's modules and a TorchFunctionMode say which operator is running. A
+Three watchers run together. Wrappers of the modules' forwards and a TorchFunctionMode say which operator is running. A
 TorchDispatchMode below them sees every kernel and notes, for each storage, who wrote it last: a new storage by the
 kernel that made it, an old one by the kernel whose schema says that it writes there. A view shares its storage and
 needs no entry. A cast makes a new storage, but the value is its input's: the entry is copied. Factories such as
@@ -149,7 +149,7 @@ class Watcher:
         for context in self.contexts:
             context.__enter__()
 
-    def layer_ends(self) -> None:
+    def layer_ends(self, *, completed: bool = True) -> None:
         for context in reversed(self.contexts):
             context.__exit__(None, None, None)
 

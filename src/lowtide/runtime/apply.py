@@ -198,11 +198,11 @@ class _Follower:
         assert self.watcher is not None
         self.watcher.call_ends(output)
 
-    def layer_ends(self) -> None:
+    def layer_ends(self, *, completed: bool) -> None:
         assert self.watcher is not None
         self.watcher.layer_ends()
         seen, self.watcher = self.watcher.result(), None
-        if not seen.packs:  # without gradients there was nothing to learn
+        if not completed or not seen.packs:  # without gradients there was nothing to learn
             return
         assert self.tracker is not None
         self.tracker.detach()
