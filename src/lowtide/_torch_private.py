@@ -20,13 +20,18 @@ __all__ = [
     "at_end_of_backward",
     "autocast_contexts",
     "current_backward",
+    "finish_collective",
     "inner_tensor",
     "inner_tensors",
+    "is_collective",
+    "landed_tensor",
     "rebuilt_subclass",
     "storage_bytes",
     "storage_key",
+    "subclass_wrapper",
     "tree_leaves",
     "tree_map",
+    "version_of",
     "weak_storage",
     "written_arguments",
 ]
@@ -43,15 +48,68 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def inner_tensors(tensor: Tensor) -> tuple[list[str], Any]:
-    """The names of the tensors that a subclass consists of, and what else it takes to rebuild it; none if plain."""
+    """The names of the tensors that a subclass consists of, and what else it takes to rebuild it; none if plain.
+
+    The result of a collective that may still be under way is waited for.
+    """
     if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         return [], None
-    return tensor.__tensor_flatten__()  # type: ignore[no-any-return]
+    if hasattr(tensor, "trigger_wait"):
+        tensor.trigger_wait()
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    others = {name: part for name, part in parts.items() if not isinstance(part, Tensor)}
+    return [name for name in names if name not in others], (context, others)
+
+
+def landed_tensor(tensor: Tensor) -> Tensor:
+    """As :func:`inner_tensor`, for use at once: what a collective is still bringing is waited for."""
+    while names := inner_tensors(tensor)[0]:
+        tensor = getattr(tensor, names[0])
+    return tensor
+
+
+def subclass_wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Makes of a plain tensor what ``tensor`` makes of the one that it holds; None if it is plain itself."""
+    if type(tensor) in _PLAIN:
+        return None
+    names, context = inner_tensors(tensor)
+    if len(names) != 1:
+        return None
+    kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+    below = subclass_wrapper(getattr(tensor, names[0]))
+
+    def wrap(part: Tensor) -> Tensor:
+        inner = part if below is None else below(part)
+        return rebuilt_subclass(kind, {names[0]: inner}, context, shape, stride)
+
+    return wrap
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, counted where a subclass counts and where its plain tensor does."""
+    return tensor._version if type(tensor) in _PLAIN else tensor._version + inner_tensor(tensor)._version
+
+
+def is_collective(function: Any) -> bool:
+    """Whether a torch function is one of the functional collectives, which give back what is still under way."""
+    if getattr(function, "__module__", "") != "torch._ops._c10d_functional":
+        return False
+    return function.__name__.split(".")[0] not in ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def finish_collective(function: Any, result: Any) -> Any:
+    """What ``function`` gave, waited for if it is a collective."""
+    if not is_collective(function):
+        return result
+    wait = torch.ops._c10d_functional.wait_tensor
+    return tree_map(lambda value: wait(value) if isinstance(value, Tensor) else value, result)
 
 
 def rebuilt_subclass(kind: Any, parts: dict[str, Tensor], context: Any, shape: Any, stride: Any) -> Tensor:
     """The reverse of :func:`inner_tensors`."""
-    tensor: Tensor = kind.__tensor_unflatten__(parts, context, shape, stride)
+    context, others = context
+    tensor: Tensor = kind.__tensor_unflatten__(parts | others, context, shape, stride)
     return tensor
 
 

@@ -31,9 +31,14 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lowtide._torch_private import (
     StorageWeakRef,
     autocast_contexts,
+    finish_collective,
+    inner_tensor,
+    landed_tensor,
     storage_key,
+    subclass_wrapper,
     tree_leaves,
     tree_map,
+    version_of,
     weak_storage,
 )
 from lowtide.errors import RebuildError
@@ -52,10 +57,19 @@ class Produced(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    wrap: Callable[[Tensor], Tensor] | None
+    """Makes a tensor subclass, such as a DTensor, of what was rebuilt; None where it was plain."""
 
     def view(self) -> Tensor:
-        """The tensor, rebuilt if it is not there."""
-        return self.call.output(self.output).as_strided(self.size, self.stride, self.offset)
+        """The tensor, rebuilt if it is not there. A view of a subclass is one of the plain tensor that it holds."""
+        whole = landed_tensor(self.call.output(self.output))
+        if whole.dtype is self.dtype:
+            part = whole.as_strided(self.size, self.stride, self.offset)
+        else:  # real numbers seen as complex, or the reverse
+            empty = torch.empty(0, dtype=self.dtype, device=whole.device)
+            part = empty.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+        return part if self.wrap is None else self.wrap(part)
 
     def tensor(self) -> Tensor:
         tensor = self.view()
@@ -173,7 +187,7 @@ class CapturedCall:
                 self.random.restore()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
-            result = self.function(*args, **kwargs)
+            result = finish_collective(self.function, self.function(*args, **kwargs))
         self.ledger.end(self.line, "recompute", device, begin)
         self.line.recomputes += 1
         produced = tensors_of(result)
@@ -208,7 +222,7 @@ class Registry:
         for index, tensor in enumerate(outputs):
             key = storage_key(tensor)
             if key not in given:
-                self.entries[key] = (weak_storage(tensor), call, index, tensor._version)
+                self.entries[key] = (weak_storage(tensor), call, index, version_of(tensor))
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
@@ -216,9 +230,12 @@ class Registry:
         if entry is None:
             return None
         alive, call, index, version = entry
-        if alive.expired() or tensor._version != version:
+        if alive.expired() or version_of(tensor) != version:
             return None
-        return Produced(call, index, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        wrap = subclass_wrapper(tensor)
+        plain = tensor if wrap is None else inner_tensor(tensor)
+        size, offset = tuple(plain.shape), int(plain.storage_offset())
+        return Produced(call, index, size, plain.stride(), offset, plain.dtype, wrap)
 
     def send_away(self, away: Callable[[Tensor], Saved | None]) -> None:
         """Let go of held arguments that are swapped: they come back from there."""

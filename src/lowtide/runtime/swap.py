@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -195,7 +196,7 @@ class _Parts:
 
     __slots__ = ("context", "kind", "names", "parts", "shape", "stride")
 
-    def __init__(self, tensor: Tensor, names: list[str], context: object, parts: list[SavedPart]) -> None:
+    def __init__(self, tensor: Tensor, names: list[str], context: object, parts: Sequence[SavedPart]) -> None:
         self.kind, self.names, self.context, self.parts = type(tensor), names, context, parts
         self.shape, self.stride = tensor.shape, tensor.stride()
 
@@ -312,10 +313,12 @@ class Departures:
         self.latest = []
         return self._out(tensor, swap, line, due)
 
-    def find(self, tensor: Tensor) -> Swapped | SwappedView | None:
+    def find(self, tensor: Tensor) -> Swapped | SwappedView | _Parts | None:
         """How ``tensor`` can be had back, if its storage has left."""
-        if inner_tensors(tensor)[0]:
-            return None
+        names, context = inner_tensors(tensor)
+        if names:
+            parts = [part for name in names if (part := self.find(getattr(tensor, name))) is not None]
+            return _Parts(tensor, names, context, parts) if len(parts) == len(names) else None
         known = self.known.get(storage_key(tensor))
         if known is None or known[0].expired():
             return None
