@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import storage_key
+from lowtide._torch_private import finish_collective, storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Swap
 from lowtide.runtime.intercept import Function, Wrappers, intercept
@@ -211,6 +211,9 @@ class _Run:
         try:
             output = function(*args, **kwargs)
             if self.open is not None:
+                # A collective counts its result's version up while it is under way, on a thread of its own: what is
+                # found by that count, and so which collectives are repeated, must be the same on every rank.
+                output = finish_collective(function, output)
                 registry.add(self.open, tensors_of(output), {storage_key(tensor) for tensor in given})
             return output
         finally:
