@@ -55,9 +55,11 @@ class Handle:
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
         if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
             classes = set()
-            for follower in self.followers:
-                if not follower.whole and type(follower.layer) not in classes:
-                    classes.add(type(follower.layer))
+            # A layer that is recomputed as a whole is learnt only for the number of its operators.
+            counted = [follower for follower in self.followers if follower.settings.boundary != Keep()]
+            for follower in [*(follower for follower in self.followers if not follower.whole), *counted]:
+                if follower.kind_of not in classes:
+                    classes.add(follower.kind_of)
                     follower.watch()
 
     @property
@@ -81,14 +83,14 @@ class Handle:
             follower.remove()
         self.manager.close()
 
-    def learnt(self, module: nn.Module, kind: LayerKind) -> None:
+    def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
-        self.kinds[type(module)] = kind
-        classes = {type(follower.layer) for follower in self.followers if not follower.whole}
+        self.kinds[kind_of] = kind
+        classes = {follower.kind_of for follower in self.followers if not follower.whole}
         complete = classes <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
-        catalogue = Catalogue(tuple(catalogues.get(type(layer), kind.catalogue) for layer in self.layers.modules))
+        catalogue = Catalogue(tuple(catalogues.get(one.kind_of, kind.catalogue) for one in self.followers))
         resolution = resolve(self.policy, catalogue, require_match=complete)
         if complete:
             self.resolution = resolution
@@ -100,7 +102,7 @@ class Handle:
         for follower, span, resolved in zip(self.followers, spans, resolution.layers, strict=True):
             follower.span, follower.resolved = span, resolved
         for follower in self.followers:
-            if type(follower.layer) in self.kinds or follower.whole:
+            if follower.kind_of in self.kinds or follower.whole:
                 follower.install()
         self._reach()
 
@@ -123,6 +125,8 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
+        self.kind_of = type(self.layer)
+        """Its class when the Policy was applied: ``fully_shard`` gives a layer another one."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
         self.wrappers = Wrappers()
@@ -164,7 +168,7 @@ class _Follower:
                 )
                 self.installed = True
             return
-        kind = self.kind or handle.kinds[type(self.layer)]
+        kind = self.kind or handle.kinds[self.kind_of]
         self.program = compile_layer(self.index, kind, self.resolved.decisions, self.resolved.boundary, handle.ledger)
         if not self.program.empty:
             self.decided = DecidedLayer(self.layer, self.program, handle.manager, span)
@@ -208,8 +212,8 @@ class _Follower:
         self.tracker.detach()
         self.tracker = None
         kind = layer_kind(self.layer, seen)
-        if type(self.layer) not in self.handle.kinds:
-            self.handle.learnt(self.layer, kind)
+        if self.kind_of not in self.handle.kinds:
+            self.handle.learnt(self.kind_of, kind)
             return
         self.kind = kind  # it took another way than its class: from now on it has a kind of its own
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
