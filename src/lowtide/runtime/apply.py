@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,6 +107,14 @@ class Handle:
                 follower.install()
         self._reach()
 
+    def watch_after(self, frozen: _Follower) -> None:
+        """A layer whose parameters and input need no gradients saves nothing: learn its class from the next one."""
+        if frozen.kind_of in self.kinds:
+            frozen.install()
+            return
+        alike = [one for one in self.followers if (one.kind_of, one.whole) == (frozen.kind_of, frozen.whole)]
+        alike[(alike.index(frozen) + 1) % len(alike)].watch()
+
     def _reach(self) -> None:
         """Let layers in which something of an earlier layer is due take note of it."""
         reach = 0
@@ -206,11 +215,14 @@ class _Follower:
         assert self.watcher is not None
         self.watcher.layer_ends()
         seen, self.watcher = self.watcher.result(), None
-        if not completed or not seen.packs:  # without gradients there was nothing to learn
+        if not completed or not (seen.packs or torch.is_grad_enabled()):  # without gradients: nothing to learn
             return
         assert self.tracker is not None
         self.tracker.detach()
         self.tracker = None
+        if not seen.packs:
+            self.handle.watch_after(self)
+            return
         kind = layer_kind(self.layer, seen)
         if self.kind_of not in self.handle.kinds:
             self.handle.learnt(self.kind_of, kind)

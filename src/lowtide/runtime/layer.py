@@ -153,7 +153,7 @@ class _Run:
 
     def end(self) -> None:
         """The layer has run, or raised."""
-        self.changed |= self.number != len(self.actions)
+        self.changed |= 0 < self.number != len(self.actions)  # a frozen layer saves nothing, and did not change
         if self.departures.known:
             self.registry.send_away(self.departures.find)
         self.departures.known, self.departures.latest = {}, []
@@ -207,7 +207,8 @@ class _Run:
         ):
             arguments = registry.capture(args, kwargs)
             line = self.ledger.line(program.layer, name)
-            self.open = CapturedCall(name, function, arguments, line, self.ledger, random=name in program.random)
+            random = given if name in program.random else None
+            self.open = CapturedCall(name, function, arguments, line, self.ledger, random=random)
         try:
             output = function(*args, **kwargs)
             if self.open is not None:

@@ -36,7 +36,6 @@ from lowtide._torch_private import (
     landed_tensor,
     storage_key,
     subclass_wrapper,
-    tree_leaves,
     tree_map,
     version_of,
     weak_storage,
@@ -135,12 +134,19 @@ class CapturedCall:
     )  # fmt: skip
 
     def __init__(
-        self, name: str, function: Callable[..., Any], arguments: Any, line: Line, ledger: Ledger, *, random: bool
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Any,
+        line: Line,
+        ledger: Ledger,
+        *,
+        random: list[Tensor] | None,
     ) -> None:
         self.name, self.function, self.arguments = name, function, arguments
         self.line, self.ledger = line, ledger
         self.autocast = autocast_contexts()
-        self.random = _RandomState(arguments) if random else None
+        self.random = _RandomState(random) if random is not None else None
         self.pending = 0
         self.wanted: set[tuple[str, int]] = set()
         self.outputs: dict[int, Tensor] | None = None
@@ -261,13 +267,12 @@ class Registry:
 
 
 class _RandomState:
-    """The random numbers' state before a call, on the host and on the devices of its arguments."""
+    """The random numbers' state before a call, on the host and on the devices of the tensors it was given."""
 
-    def __init__(self, arguments: Any) -> None:
-        held = [leaf.tensor for leaf in tree_leaves(arguments) if isinstance(leaf, _Held) and leaf.tensor is not None]
+    def __init__(self, given: list[Tensor]) -> None:
         self.host = torch.get_rng_state()
-        self.devices, self.states = get_device_states(*held)
-        kinds = {tensor.device.type for tensor in held} - {"cpu"}
+        self.devices, self.states = get_device_states(*given)
+        kinds = {tensor.device.type for tensor in given} - {"cpu"}
         self.kind = kinds.pop() if kinds else "cuda"
 
     def restore(self) -> None:
