@@ -33,6 +33,7 @@ __all__ = [
     "tree_map",
     "version_of",
     "weak_storage",
+    "without_graph",
     "written_arguments",
 ]
 
@@ -122,6 +123,16 @@ def current_backward() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """The tensor without the graph that made it, unseen by function modes.
+
+    A node that saves its own output through hooks must not hold the output itself: the output holds the node, and if
+    the graph is dropped instead of being run, nothing finds that circle.
+    """
+    with torch._C.DisableTorchFunction():
+        return tensor.detach()
 
 
 def storage_key(tensor: Tensor) -> int:

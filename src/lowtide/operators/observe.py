@@ -29,6 +29,7 @@ from lowtide._torch_private import (
     storage_bytes,
     storage_key,
     weak_storage,
+    without_graph,
     written_arguments,
 )
 from lowtide.operators.calls import CallTracker, Site, tensors_of
@@ -219,7 +220,7 @@ class Watcher:
                 origin.cast,
             )
         )
-        return tensor
+        return without_graph(tensor)
 
 
 class _OpenCall:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import finish_collective, storage_key
+from lowtide._torch_private import finish_collective, storage_key, without_graph
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Swap
 from lowtide.runtime.intercept import Function, Wrappers, intercept
@@ -135,12 +135,13 @@ class _Run:
     """One run of a layer. It lives as long as the graph, which holds its ``pack``: ``end`` empties it."""
 
     __slots__ = (
-        "actions", "changed", "departures", "first", "given", "ledger", "name", "number", "open", "place", "positions",
-        "program", "registry", "schedule", "turns",
+        "actions", "changed", "departures", "first", "given", "ledger", "name", "number", "open", "own", "place",
+        "positions", "program", "registry", "schedule", "turns",
     )  # fmt: skip
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         self.program, self.actions, self.positions = program, program.actions, program.positions
+        self.own = program.own
         self.schedule, self.ledger, self.first = manager.schedule, manager.ledger, first
         self.number = self.place = 0
         self.changed = False
@@ -165,7 +166,7 @@ class _Run:
         self.number = number + 1
         self.place += 1
         if number >= len(self.actions):
-            return tensor
+            return without_graph(tensor)
         action = self.actions[number]
         position = self.first + self.positions[number]
         saved: Tensor | Saved = tensor
@@ -176,6 +177,8 @@ class _Run:
                 saved = self._rebuilt(tensor, action) or tensor
             else:
                 saved = self._swapped(tensor, action, action.swap.prefetch, position)
+        if saved is tensor and (self.own[number] or self.changed):
+            saved = without_graph(tensor)
         if self.schedule.next <= position:
             due = self.schedule.reach(position)
             if due:

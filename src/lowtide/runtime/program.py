@@ -43,6 +43,8 @@ class LayerProgram(NamedTuple):
     kind: LayerKind
     actions: tuple[Action | None, ...]
     """One for each tensor that is saved, in order; None keeps it."""
+    own: tuple[bool, ...]
+    """For each tensor that is saved, whether the operator that saves it also made it."""
     positions: tuple[int, ...]
     """For each tensor that is saved, the place of the operator that saves it."""
     recomputed: frozenset[str]
@@ -97,6 +99,7 @@ def compile_layer(
         index,
         kind,
         tuple(actions),
+        tuple(pack.owner == pack.operator for pack in kind.packs),
         tuple(positions),
         recomputed,
         refused,

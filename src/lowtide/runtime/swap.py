@@ -25,6 +25,7 @@ from lowtide._torch_private import (
     rebuilt_subclass,
     storage_key,
     weak_storage,
+    without_graph,
 )
 from lowtide.errors import SwapError
 from lowtide.policy import Swap
@@ -311,7 +312,8 @@ class Departures:
         Its memory is let go when operator ``due`` is reached.
         """
         self.latest = []
-        return self._out(tensor, swap, line, due)
+        # What is held here must not hold the graph, which holds this.
+        return self._out(without_graph(tensor), swap, line, due)
 
     def find(self, tensor: Tensor) -> Swapped | SwappedView | _Parts | None:
         """How ``tensor`` can be had back, if its storage has left."""
