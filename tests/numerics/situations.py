@@ -20,6 +20,8 @@ Situation = Callable[[Llama, str, Callable[..., None]], None]
 
 def run(situation: Situation, column: str | None, device: str, *, prepare: Callable[..., Any] | None = None) -> Any:
     """The values of a run, the handle, and the bytes that it left on the device."""
+    gc.collect()
+    before = torch.accelerator.memory_allocated() if device != "cpu" else 0
     model = build(dropout=0.1)
     if prepare is not None:
         model = prepare(model)
@@ -35,7 +37,7 @@ def run(situation: Situation, column: str | None, device: str, *, prepare: Calla
 
     situation(model, device, record)
     gc.collect()
-    held = torch.accelerator.memory_allocated() if device != "cpu" else 0
+    held = torch.accelerator.memory_allocated() - before if device != "cpu" else 0
     return found, handle, held
 
 
