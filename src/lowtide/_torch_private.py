@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,11 +21,13 @@ __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
     "autocast_contexts",
+    "compiled_call",
     "current_backward",
     "finish_collective",
     "inner_tensor",
     "inner_tensors",
     "is_collective",
+    "is_compiled",
     "landed_tensor",
     "rebuilt_subclass",
     "storage_bytes",
@@ -31,6 +35,7 @@ __all__ = [
     "subclass_wrapper",
     "tree_leaves",
     "tree_map",
+    "under_compilation",
     "version_of",
     "weak_storage",
     "without_graph",
@@ -112,6 +117,27 @@ def rebuilt_subclass(kind: Any, parts: dict[str, Tensor], context: Any, shape: A
     context, others = context
     tensor: Tensor = kind.__tensor_unflatten__(parts | others, context, shape, stride)
     return tensor
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` was asked for this very module, from outside or in place."""
+    return _from_outside(module) or module._compiled_call_impl is not None
+
+
+def compiled_call(module: torch.nn.Module) -> str:
+    """The attribute that holds what runs outside the compiled function of a module."""
+    in_place = not _from_outside(module) and module._compiled_call_impl is not None
+    return "_compiled_call_impl" if in_place else "forward"
+
+
+def _from_outside(module: torch.nn.Module) -> bool:
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def under_compilation() -> bool:
+    """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
 
 
 def current_backward() -> int:

@@ -17,23 +17,23 @@ class Wrappers:
     """The ``forward`` of modules, replaced; ``remove`` puts back what was there."""
 
     def __init__(self) -> None:
-        self.before: dict[nn.Module, Function | None] = {}
+        self.before: dict[tuple[nn.Module, str], Function | None] = {}
 
-    def wrap(self, module: nn.Module, make: Callable[[Function], Function]) -> None:
-        """Replace the module's ``forward`` by what ``make`` makes of it."""
-        forward = vars(module).get("forward")
-        self.before.setdefault(module, forward)
-        wrapped = _Forward(make(module.forward))
+    def wrap(self, module: nn.Module, make: Callable[[Function], Function], attribute: str = "forward") -> None:
+        """Replace the module's ``forward``, or another function of it, by what ``make`` makes of it."""
+        forward = vars(module).get(attribute)
+        self.before.setdefault((module, attribute), forward)
+        wrapped = _Forward(make(getattr(module, attribute)))
         wrapped.module, wrapped.before = module, forward
-        module.forward = wrapped
+        setattr(module, attribute, wrapped)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        for module, forward in self.before.items():
+        for (module, attribute), forward in self.before.items():
             if forward is not None:
-                module.forward = forward
-            elif "forward" in vars(module):
-                del module.forward
+                setattr(module, attribute, forward)
+            elif attribute in vars(module):
+                delattr(module, attribute)
         self.before.clear()
 
 

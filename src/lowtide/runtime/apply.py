@@ -15,11 +15,13 @@ from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
-from lowtide.runtime.intercept import Wrappers
+from lowtide.runtime.compiled import CompiledLayer, has_compiled
+from lowtide.runtime.intercept import Function, Wrappers
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.program import BOUNDARY, LayerProgram, compile_layer
+from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "apply"]
@@ -56,9 +58,10 @@ class Handle:
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
         if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
             classes = set()
+            by_operator = [one for one in self.followers if not one.whole and not one.compiled]
             # A layer that is recomputed as a whole is learnt only for the number of its operators.
-            counted = [follower for follower in self.followers if follower.settings.boundary != Keep()]
-            for follower in [*(follower for follower in self.followers if not follower.whole), *counted]:
+            counted = [one for one in self.followers if one.settings.boundary != Keep() and not one.compiled]
+            for follower in [*by_operator, *counted]:
                 if follower.kind_of not in classes:
                     classes.add(follower.kind_of)
                     follower.watch()
@@ -87,7 +90,7 @@ class Handle:
     def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
         self.kinds[kind_of] = kind
-        classes = {follower.kind_of for follower in self.followers if not follower.whole}
+        classes = {one.kind_of for one in self.followers if not one.whole and not one.compiled}
         complete = classes <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
@@ -103,7 +106,7 @@ class Handle:
         for follower, span, resolved in zip(self.followers, spans, resolution.layers, strict=True):
             follower.span, follower.resolved = span, resolved
         for follower in self.followers:
-            if follower.kind_of in self.kinds or follower.whole:
+            if not follower.compiled and (follower.kind_of in self.kinds or follower.whole):
                 follower.install()
         self._reach()
 
@@ -122,7 +125,7 @@ class Handle:
             if follower.span is None:
                 continue
             if reach > 0 and not follower.installed:
-                follower.wrappers.wrap(follower.layer, partial(pass_by, span=follower.span))
+                follower.wrappers.wrap(follower.layer, partial(pass_by, span=follower.span, index=follower.index))
                 follower.installed = True
             reach = max(reach - follower.span.count, follower.longest)
         # The last layer starts what is due when backward begins.
@@ -147,8 +150,12 @@ class _Follower:
         self.resolved: Any = None
         self.kind: LayerKind | None = None
         self.installed = False
+        self.compiled_layer: CompiledLayer | None = None
+        self.compiled = has_compiled(self.layer)
         if self.whole:
-            self.wrappers.wrap(self.layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+            self.wrappers.wrap(self.layer, _recomputed)
+        if self.compiled:
+            self._install_compiled()
 
     @property
     def longest(self) -> int:
@@ -184,8 +191,24 @@ class _Follower:
             self.decided.changed = self.watch
             self.installed = True
 
+    def _install_compiled(self) -> None:
+        """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
+        if self.settings.rules:
+            raise PolicyError(
+                f"layer {self.index} is compiled and its operators cannot be decided one by one ({self.settings});"
+                " recompute or swap the layer as a whole, or do not compile it"
+            )
+        if isinstance(self.settings.default, Swap) or self.settings.boundary != Keep():
+            last = self.index == len(self.handle.layers.modules) - 1
+            layer, settings, manager = self.layer, self.settings, self.handle.manager
+            layer_at_work = CompiledLayer(layer, self.index, settings.default, settings.boundary, manager, last)
+            self.compiled_layer = layer_at_work
+            self.installed = True
+
     def remove(self) -> None:
         self._undo()
+        if self.compiled_layer is not None:
+            self.compiled_layer.wrappers.remove()
         self.wrappers.remove()
 
     def _undo(self) -> None:
@@ -200,6 +223,7 @@ class _Follower:
     # While the layer is learnt, the tracker tells the follower and the follower the watcher.
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compilation(self.index)
         self.watcher = Watcher(self.layer)
         self.watcher.layer_begins(args, kwargs)
 
@@ -231,6 +255,14 @@ class _Follower:
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
         self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
         self.install()
+
+
+def _recomputed(forward: Function) -> Function:
+    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
 
 
 def _by_operator(settings: LayerPolicy) -> bool:

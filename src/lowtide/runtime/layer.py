@@ -17,6 +17,7 @@ from lowtide.runtime.intercept import Function, Wrappers, intercept
 from lowtide.runtime.ledger import Line
 from lowtide.runtime.program import Action, LayerProgram
 from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, Reference, Registry
+from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped
@@ -59,10 +60,11 @@ class _Gradient:
         start(self.due)
 
 
-def pass_by(forward: Function, span: Span) -> Function:
+def pass_by(forward: Function, span: Span, index: int) -> Function:
     """A layer that keeps everything, and in which something of another layer is due."""
 
     def passed(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(index)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         first = span.enter()
@@ -77,6 +79,7 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
     """A layer that is recomputed as a whole and whose input, all that it holds, is swapped."""
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(line.layer)
         given = tensors_of((args, kwargs))
         if not torch.is_grad_enabled() or not given:
             return forward(*args, **kwargs)
@@ -113,6 +116,7 @@ class DecidedLayer:
 
     def _decide(self, forward: Function) -> Function:
         def decided(*args: Any, **kwargs: Any) -> Any:
+            refuse_compilation(self.program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = self.span.enter()
