@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.errors import PolicyError
@@ -13,12 +14,14 @@ from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
 from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.intercept import Function, Wrappers
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, recompute_whole, swap_input
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
 from lowtide.runtime.receipt import Receipt, write_receipt
+from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "apply"]
@@ -63,8 +66,8 @@ class Handle:
         if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
             classes = set()
             for follower in self.followers:
-                if type(follower.layer) not in classes:
-                    classes.add(type(follower.layer))
+                if follower.kind_of not in classes and not follower.compiled:
+                    classes.add(follower.kind_of)
                     follower.watch()
 
     @property
@@ -85,7 +88,7 @@ class Handle:
     def receipt(self) -> Receipt:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
         more = [f"{name} in layer {index} is kept: its call cannot be repeated" for index, name in self.kept]
-        kinds = [follower.kind or self.kinds.get(type(follower.layer)) for follower in self.followers]
+        kinds = [follower.kind or self.kinds.get(follower.kind_of) for follower in self.followers]
         receipt = write_receipt(self.policy, self.resolution, kinds, self.ledger, more)
         self.ledger.clear()
         return receipt
@@ -96,13 +99,13 @@ class Handle:
             follower.remove()
         self.manager.close()
 
-    def learnt(self, module: nn.Module, kind: LayerKind) -> None:
+    def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
-        self.kinds[type(module)] = kind
-        complete = {type(follower.layer) for follower in self.followers} <= set(self.kinds)
+        self.kinds[kind_of] = kind
+        complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
-        catalogue = Catalogue(tuple(catalogues.get(type(layer), kind.catalogue) for layer in self.layers.modules))
+        catalogue = Catalogue(tuple(catalogues.get(one.kind_of, kind.catalogue) for one in self.followers))
         resolution = resolve(self.policy, catalogue, require_match=complete)
         if complete:
             self.resolution = resolution
@@ -115,9 +118,17 @@ class Handle:
             follower.span, follower.resolved = span, resolved
         due: frozenset[int] = frozenset()
         for follower, span in zip(self.followers, spans, strict=True):
-            if type(follower.layer) in self.kinds:
+            if follower.kind_of in self.kinds and not follower.compiled:
                 follower.install(due)
             due = frozenset(number - span.count for number in due | follower.due if number > span.count)
+
+    def watch_after(self, frozen: _Follower) -> None:
+        """A layer whose parameters and input need no gradients saves nothing: learn its class from the next one."""
+        if frozen.kind_of in self.kinds:
+            frozen.install()
+            return
+        alike = [one for one in self.followers if one.kind_of == frozen.kind_of and not one.compiled]
+        alike[(alike.index(frozen) + 1) % len(alike)].watch()
 
 
 class _Follower:
@@ -126,6 +137,8 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
+        self.kind_of = type(self.layer)
+        """Its class when the Policy was applied: ``fully_shard`` gives a layer another one."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
         self.wrappers = Wrappers()
@@ -138,14 +151,36 @@ class _Follower:
         self.kind: LayerKind | None = None
         self.noticed = False
         """Whether the layer, though it keeps everything or recomputes it, tells the schedule that it runs."""
+        self.compiled_layer: CompiledLayer | None = None
+        self.compiled = has_compiled(self.layer)
         if self.whole:
             line = handle.ledger.line(index, WHOLE)
             self.wrappers.wrap(self.layer, lambda forward: self._unless_learning(forward, line))
+        if self.compiled:
+            self._install_compiled()
+
+    def _install_compiled(self) -> None:
+        """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
+        settings, handle = self.settings, self.handle
+        if settings.rules:
+            raise PolicyError(
+                f"layer {self.index} is compiled and its operators cannot be decided one by one ({settings});"
+                " recompute or swap the layer as a whole, or do not compile it"
+            )
+        if isinstance(settings.default, Swap) or settings.boundary != Keep():
+            last = self.index == len(handle.layers.modules) - 1
+            self.compiled_layer = CompiledLayer(
+                self.layer, self.index, settings.default, settings.boundary, handle.manager, last
+            )
 
     def _unless_learning(self, forward: Function, line: Line) -> Function:
         """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
         whole = recompute_whole(forward, self.handle.ledger, line)
-        return lambda *args, **kwargs: (whole if self.tracker is None else forward)(*args, **kwargs)
+
+        def unless_learning(*args: Any, **kwargs: Any) -> Any:
+            return whole(*args, **kwargs) if self.tracker is None else forward(*args, **kwargs)
+
+        return unless_learning
 
     @property
     def due(self) -> frozenset[int]:
@@ -168,7 +203,7 @@ class _Follower:
         assert span is not None
         boundary = self.settings.boundary
         if not self.whole:
-            kind = self.kind or handle.kinds[type(layer)]
+            kind = self.kind or handle.kinds[self.kind_of]
             resolved = self.resolved
             self.program = compile_layer(self.index, kind, resolved.decisions, resolved.boundary, handle.ledger, due)
             if not self.program.idle:
@@ -183,11 +218,13 @@ class _Follower:
             self.wrappers.wrap(layer, lambda forward: swap_input(forward, span, boundary, line, handle.manager))
             self.noticed = True
         elif due:
-            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span))
+            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span, self.index))
             self.noticed = True
 
     def remove(self) -> None:
         self._undo()
+        if self.compiled_layer is not None:
+            self.compiled_layer.wrappers.remove()
         self.wrappers.remove()
 
     def _undo(self) -> None:
@@ -201,6 +238,7 @@ class _Follower:
     # While the layer is learnt, the tracker tells the follower and the follower the watcher.
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compilation(self.index)
         self.watcher = Watcher(self.layer)
         self.watcher.layer_begins(args, kwargs)
 
@@ -212,18 +250,21 @@ class _Follower:
         assert self.watcher is not None
         self.watcher.call_ends(output)
 
-    def layer_ends(self) -> None:
+    def layer_ends(self, *, completed: bool) -> None:
         assert self.watcher is not None
         self.watcher.layer_ends()
         seen, self.watcher = self.watcher.result(), None
-        if not seen.packs:  # without gradients there was nothing to learn
+        if not completed or not (seen.packs or torch.is_grad_enabled()):  # without gradients: nothing to learn
             return
         assert self.tracker is not None
         self.tracker.detach()
         self.tracker = None
+        if not seen.packs:
+            self.handle.watch_after(self)
+            return
         kind = layer_kind(self.layer, seen)
-        if type(self.layer) not in self.handle.kinds:
-            self.handle.learnt(self.layer, kind)
+        if self.kind_of not in self.handle.kinds:
+            self.handle.learnt(self.kind_of, kind)
             return
         self.kind = kind  # it took another way than its class: from now on it has a kind of its own
         policy = Policy((self.settings,), origin=self.handle.policy.origin)

@@ -51,7 +51,6 @@ class LayerCheck:
         self.index, self.kind = index, kind
         self.watcher = Watcher(layer)
         self.tracker = CallTracker(layer, self.watcher)
-        self.tracker.attach()
 
     def packing(self, run: Run) -> Callable[[Tensor], Tensor | Saved]:
         """What to save in place of a tensor, checked."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -12,14 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch_private import DisableTorchFunction, current_backward, storage_key
+from lowtide._torch_private import DisableTorchFunction, current_backward, finish_collective, storage_key, without_graph
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import Function, Wrappers, intercept
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram
-from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, Reference, Registry
+from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, RandomState, Reference, Registry
+from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
@@ -62,10 +62,11 @@ class _Gradient:
         start(self.due)
 
 
-def pass_by(forward: Function, span: Span) -> Function:
+def pass_by(forward: Function, span: Span, index: int) -> Function:
     """A layer that keeps everything, and in which something of another layer is due."""
 
     def passed(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(index)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         first = span.schedule.enter(span.offset)
@@ -90,13 +91,19 @@ def recompute_whole(forward: Function, ledger: Ledger, line: Line) -> Function:
         finally:  # the checkpoint stops it early by an exception
             ledger.end(line, device, begin)
 
-    return partial(checkpoint, timed, use_reentrant=False)
+    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        repeated = forward if torch.compiler.is_compiling() else timed
+        return checkpoint(repeated, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
 
 
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
     """A layer that is recomputed as a whole and whose input, all that it holds, is swapped."""
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(line.layer)
         given = tensors_of((args, kwargs))
         if not torch.is_grad_enabled() or not given:
             return forward(*args, **kwargs)
@@ -135,12 +142,15 @@ class DecidedLayer:
             self.wrappers.wrap(layer, self._recompute)
         else:
             self.wrappers.wrap(layer, self._swap)
+        if check is not None:
+            check.tracker.attach()  # around ours, so that our hooks are the inner ones
 
     def _swap(self, forward: Function) -> Function:
         manager, program, span, check = self.manager, self.program, self.span, self.check
         schedule, offset = manager.schedule, span.offset
 
         def swapping(*args: Any, **kwargs: Any) -> Any:
+            refuse_compilation(program.layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = schedule.enter(offset)
@@ -154,6 +164,7 @@ class DecidedLayer:
 
     def _recompute(self, forward: Function) -> Function:
         def recomputing(*args: Any, **kwargs: Any) -> Any:
+            refuse_compilation(self.program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = self.span.schedule.enter(self.span.offset)
@@ -171,14 +182,15 @@ class DecidedLayer:
 
     def remove(self) -> None:
         """Leave the layer as it was."""
-        self.wrappers.remove()
         if self.check is not None:
             self.check.tracker.detach()
+        self.wrappers.remove()
 
     def _leave(self, run: Run, first: int, output: Any) -> None:
         self.span.leave(first, output)
         run.departures = None
-        if (run.changed or run.number != len(run.actions)) and self.changed is not None:
+        another = 0 < run.number != len(self.program.actions)  # a frozen layer saves nothing, and did not change
+        if (run.changed or another) and self.changed is not None:
             self.changed()
 
 
@@ -199,8 +211,8 @@ class Run:
         self.number = number + 1
         try:
             action = self.actions[number]
-        except IndexError:  # more than was learnt
-            return tensor
+        except IndexError:  # more than was learnt, or not what was learnt
+            return without_graph(tensor)
         return tensor if action is None else self.act(tensor, action)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
@@ -210,7 +222,7 @@ class Run:
         position = self.first + action.position
         if type(decision) is not Keep:
             if tensor.dtype is not action.dtype or tensor.dim() != action.rank:
-                self.changed = True  # the layer took another way than when it was learnt: keep, and learn again
+                self.change()
             elif type(decision) is Swap:
                 if action.plain and tensor.is_cpu:
                     copied = copy_on_host(tensor, action.line)
@@ -219,6 +231,8 @@ class Run:
                 saved = self._swapped(tensor, action, decision, position)
             else:
                 saved = self.rebuilt(tensor, action) or tensor
+        if saved is tensor and action.own:
+            saved = without_graph(tensor)
         schedule = self.manager.schedule
         if schedule.next <= position:
             due = schedule.reach(position)
@@ -226,13 +240,18 @@ class Run:
                 return Starts(saved, due)
         return saved
 
+    def change(self) -> None:
+        """The layer took another way than when it was learnt: keep everything from here on, and learn it again."""
+        self.changed = True
+        self.actions = ()
+
     def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         """How to rebuild ``tensor``; None if that is not known for certain."""
         return None
 
     def _swapped(self, tensor: Tensor, action: Action, swap: Swap, position: int) -> Tensor | Saved:
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
-            self.changed = True  # parameters never move
+            self.change()  # parameters never move
             return tensor
         departures = self.departures
         if departures is None:
@@ -281,7 +300,10 @@ class _Recomputing(Run):
             output = function(*args, **kwargs)
             if self.open is not None:
                 with DisableTorchFunction():
-                    self.registry.add(self.open, tensors_of(output), {storage_key(tensor) for tensor in self.given})
+                    # A collective counts its result's version up while it is under way, on a thread of its own: what is
+                    # found by that count, and so which collectives are repeated, must be the same on every rank.
+                    output = finish_collective(function, output)
+                    self.registry.add(self.open, output, self.given)
             return output
         finally:
             self.name, self.open, self.given = "", None, []
@@ -290,15 +312,16 @@ class _Recomputing(Run):
         program, registry = self.program, self.registry
         self.name, self.place = name, 0
         self.given = given = tensors_of((args, kwargs))
-        # What only casts belongs to what it was given, so it is rebuilt if that is.
         line = program.recomputed.get(name)
+        # What only casts belongs to what it was given, so it is rebuilt if that is.
         if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
             line = self.manager.ledger.line(program.layer, name)
         if line is not None:
             device = given[0].device if given else torch.device("cpu")
-            arguments = registry.capture(args, kwargs)
-            random = name in program.random
-            self.open = CapturedCall(name, function, arguments, device, line, self.manager.ledger, random=random)
+            self.open = call = CapturedCall(function, device, line, self.manager.ledger)
+            call.hold(args, kwargs, registry)
+            if name in program.random:
+                call.random = RandomState(given)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():
@@ -306,11 +329,13 @@ class _Recomputing(Run):
 
     def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         produced = self.registry.find(tensor)
+        if produced is None and (self.open is None or action.owner != self.name) and not action.cast:
+            produced = self.registry.find_by_storage(tensor)
         if produced is not None:
-            produced.call.want("output", produced.output)
+            produced.call.want_output(produced.output)
             return produced
         if self.open is not None and action.owner == self.name:
-            self.open.want("inside", self.place - 1)
+            self.open.want_inside(self.place - 1)
             return Inside(self.open, self.place - 1)
         return self._cast(tensor) if action.cast else None
 
@@ -326,5 +351,5 @@ class _Recomputing(Run):
                 sources.append(produced)
         if len(sources) != 1:
             return None
-        sources[0].call.want("output", sources[0].output)
+        sources[0].call.want_output(sources[0].output)
         return Cast(sources[0], tensor.dtype, tuple(tensor.shape))

@@ -34,6 +34,8 @@ class Action(NamedTuple):
     """Whether it is the last of its storage, and so the first that backward asks for."""
     alone: bool
     """Whether nothing else will ask for its storage: no other saved tensor, no call to be repeated."""
+    own: bool
+    """Whether the operator that saves it also made it."""
     plain: bool
     """Whether it is swapped to host memory, alone and with nothing due: on the host itself, one copy does it all."""
     cast: bool
@@ -108,7 +110,8 @@ def compile_layer(
         reached = bool(waiting) and waiting[0] <= position
         while waiting and waiting[0] <= position:
             waiting.pop(0)
-        if isinstance(decision, Keep) and not reached:
+        own = pack.owner == pack.operator != ""
+        if isinstance(decision, Keep) and not reached and not own:
             actions.append(None)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
@@ -116,7 +119,8 @@ def compile_layer(
         alone = final and first[pack.storage] == number and not recomputed
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
-        action = Action(decision, position, owner, final, alone, plain, pack.cast, pack.dtype, len(pack.shape), line)
+        rank = len(pack.shape)
+        action = Action(decision, position, owner, final, alone, own, plain, pack.cast, pack.dtype, rank, line)
         actions.append(action)
     return LayerProgram(
         index,

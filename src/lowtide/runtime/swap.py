@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from lowtide._torch_private import (
     storage_key,
     taken_apart,
     weak_storage,
+    without_graph,
 )
 from lowtide.errors import SwapError
 from lowtide.policy import Swap
@@ -232,7 +234,7 @@ class _Parts:
 
     __slots__ = ("parts", "whole")
 
-    def __init__(self, whole: Subclass, parts: dict[str, SavedPart]) -> None:
+    def __init__(self, whole: Subclass, parts: Mapping[str, SavedPart]) -> None:
         self.whole, self.parts = whole, parts
 
     def tensor(self) -> Tensor:
@@ -359,11 +361,17 @@ class Departures:
         Its memory is let go when operator ``due`` is reached. ``alone`` says that nothing else of its storage follows.
         """
         self.latest = []
-        return self._out(tensor, swap, line, due, alone)
+        # What is held here must not hold the graph, which holds this.
+        return self._out(without_graph(tensor), swap, line, due, alone)
 
-    def find(self, tensor: Tensor) -> Swapped | _Copied | SwappedView | None:
+    def find(self, tensor: Tensor) -> Swapped | _Copied | SwappedView | _Parts | None:
         """How ``tensor`` can be had back, if its storage has left."""
-        known = self.known.get(storage_key(tensor)) if type(tensor) in PLAIN else None
+        if type(tensor) not in PLAIN:
+            whole = taken_apart(tensor)
+            parts = {name: self.find(part) for name, part in whole.tensors.items()} if whole is not None else {}
+            away = {name: part for name, part in parts.items() if part is not None}
+            return _Parts(whole._replace(tensors={}), away) if whole is not None and len(away) == len(parts) else None
+        known = self.known.get(storage_key(tensor))
         if known is None or known[0].expired():
             return None
         swapped, shape, dtype = known[1:]
