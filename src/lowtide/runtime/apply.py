@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from lowtide._torch_private import compiled_call
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
+from lowtide.runtime.communication import GatherAgain, communicate, repeat_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
-from lowtide.runtime.intercept import Function, Wrappers
+from lowtide.runtime.intercept import Wrappers
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.limits import Limits
@@ -43,6 +44,7 @@ def apply(model: nn.Module, policy: Policy, *, layers: str | None = None, limits
         )
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
+    warn_of_idle_settings(policy)
     return Handle(found, policy, limits or Limits())
 
 
@@ -56,7 +58,11 @@ class Handle:
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
-        if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
+        self.gathering = [
+            layer.register_forward_pre_hook(GatherAgain(index))
+            for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
+        ]
+        if any(_by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
             classes = set()
             by_operator = [one for one in self.followers if not one.whole and not one.compiled]
             # A layer that is recomputed as a whole is learnt only for the number of its operators.
@@ -85,6 +91,8 @@ class Handle:
         """Leave the model as it was."""
         for follower in self.followers:
             follower.remove()
+        for hook in self.gathering:
+            hook.remove()
         self.manager.close()
 
     def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
@@ -125,7 +133,8 @@ class Handle:
             if follower.span is None:
                 continue
             if reach > 0 and not follower.installed:
-                follower.wrappers.wrap(follower.layer, partial(pass_by, span=follower.span, index=follower.index))
+                passing = partial(pass_by, span=follower.span, index=follower.index)
+                follower.wrappers.wrap(follower.layer, passing, compiled_call(follower.layer))
                 follower.installed = True
             reach = max(reach - follower.span.count, follower.longest)
         # The last layer starts what is due when backward begins.
@@ -153,7 +162,7 @@ class _Follower:
         self.compiled_layer: CompiledLayer | None = None
         self.compiled = has_compiled(self.layer)
         if self.whole:
-            self.wrappers.wrap(self.layer, _recomputed)
+            communicate(self.wrappers, self.layer, index, handle.policy)
         if self.compiled:
             self._install_compiled()
 
@@ -185,7 +194,8 @@ class _Follower:
                 self.installed = True
             return
         kind = self.kind or handle.kinds[self.kind_of]
-        self.program = compile_layer(self.index, kind, self.resolved.decisions, self.resolved.boundary, handle.ledger)
+        decisions = repeat_collectives(self.index, kind, self.resolved)
+        self.program = compile_layer(self.index, kind, decisions, self.resolved.boundary, handle.ledger)
         if not self.program.empty:
             self.decided = DecidedLayer(self.layer, self.program, handle.manager, span)
             self.decided.changed = self.watch
@@ -193,7 +203,7 @@ class _Follower:
 
     def _install_compiled(self) -> None:
         """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
-        if self.settings.rules:
+        if self.settings.rules or self.settings.communication:
             raise PolicyError(
                 f"layer {self.index} is compiled and its operators cannot be decided one by one ({self.settings});"
                 " recompute or swap the layer as a whole, or do not compile it"
@@ -255,14 +265,6 @@ class _Follower:
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
         self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
         self.install()
-
-
-def _recomputed(forward: Function) -> Function:
-    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return recomputed
 
 
 def _by_operator(settings: LayerPolicy) -> bool:
