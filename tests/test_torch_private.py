@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from lowtide._torch_private import (
     FakeTensorMode,
     StorageWeakRef,
     TorchDispatchMode,
+    compiled_call,
+    inner_tensors,
+    is_collective,
+    is_compiled,
+    landed_tensor,
+    rebuilt_subclass,
     storage_key,
+    subclass_wrapper,
     tree_leaves,
+    under_compilation,
+    version_of,
+    without_graph,
     written_arguments,
 )
 
@@ -60,3 +73,77 @@ def test_a_dispatch_mode_sees_kernels_with_their_schemas() -> None:
     assert names == ["aten::mul_", "aten::add", "aten::add"]
     assert [len(written) for _, written in seen] == [1, 0, 1]
     assert seen[0][1][0] is tensor
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_is_taken_apart_and_put_together(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = torch.ones(2, 3)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)])
+    names, context = inner_tensors(tensor)
+    assert names == ["_local_tensor"]  # the mesh is none
+    again = rebuilt_subclass(DTensor, {names[0]: local}, context, tensor.shape, tensor.stride())
+    wrap = subclass_wrapper(tensor)
+    assert wrap is not None
+    for found in (again, wrap(local)):
+        assert isinstance(found, DTensor)
+        assert (found.shape, found.placements) == (tensor.shape, tensor.placements)
+    assert storage_key(tensor) == storage_key(landed_tensor(tensor)) == storage_key(local)
+    assert subclass_wrapper(local) is None
+
+
+def test_a_write_to_a_dtensor_is_counted(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) != before
+
+
+def test_functional_collectives_are_known_by_their_namespace() -> None:
+    space = torch.ops._c10d_functional
+    assert is_collective(space.all_gather_into_tensor)
+    assert is_collective(space.all_reduce.default)
+    assert not is_collective(space.wait_tensor)
+    assert not is_collective(torch.cat)
+
+
+def test_compiled_modules_are_known_and_so_is_code_that_runs_in_them() -> None:
+    seen: list[bool] = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            seen.append(under_compilation())
+            return x + 1
+
+    module = Module()
+    assert not is_compiled(module)
+    module(torch.ones(1))
+    outside = torch.compile(module, backend="eager")
+    assert is_compiled(outside)
+    assert compiled_call(outside) == "forward"
+    outside(torch.ones(1))
+    module.compile(backend="eager")
+    assert is_compiled(module)
+    assert compiled_call(module) == "_compiled_call_impl"
+    assert seen[0] is False
+    assert seen[1] is True
+
+
+def test_a_node_that_saves_its_output_without_the_graph_does_not_hold_itself() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(without_graph, lambda tensor: tensor):
+        output = torch.ones(3, requires_grad=True).exp()
+    reference = StorageWeakRef(output.untyped_storage())
+    del output
+    assert reference.expired()
