@@ -14,6 +14,8 @@ from numerics.communication import LAYERS, Seen
 from numerics.model import LENGTH, WIDTH, build
 from numerics.ranks import Ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 WHOLE = (LayerPolicy(Recompute()),) * LAYERS
 KEPT = (LayerPolicy(),) * LAYERS
 INPUT = 2 * LENGTH * WIDTH * 4

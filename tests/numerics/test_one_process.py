@@ -14,11 +14,10 @@ EXPECTED: dict[tuple[str, str], Any] = {}
 """What each situation gives on each device without lowtide, and the bytes that it leaves there."""
 
 
-FAST_ON_CPU = ["one process", "bf16 autocast"]
 CASES = [
     pytest.param(row, device, id=f"{row} on {device}", marks=[] if fast else pytest.mark.slow)
     for row in SITUATIONS
-    for device, fast in (("tide", True), ("cpu", row in FAST_ON_CPU))
+    for device, fast in (("tide", True), ("cpu", row == "one process"))
 ]
 
 
