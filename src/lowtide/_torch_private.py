@@ -122,7 +122,7 @@ def version_of(tensor: Tensor) -> int:
 
 def is_collective(function: Any) -> bool:
     """Whether a torch function is one of the functional collectives, which give back what is still under way."""
-    if getattr(function, "__module__", "") != "torch._ops._c10d_functional":
+    if not str(getattr(function, "__module__", "")).startswith("torch._ops._c10d_functional"):
         return False
     return function.__name__.split(".")[0] not in ("wait_tensor", "_wrap_tensor_autograd")
 

@@ -137,18 +137,22 @@ def tensor_parallel(column: str | None, device: str = "cpu") -> list[Value]:
     return train(layout, column, device, same_tokens=True)
 
 
+def sequence_parallel_model(model: Llama, mesh: Any) -> None:
+    """Tensor parallelism with the sequence split between the matrix products."""
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, SEQUENCE)
+
+
 def sequence_parallel(column: str | None, device: str = "cpu", *, apply_first: bool = False) -> list[Value]:
     def layout(model: Llama, column: str | None, device: str) -> tuple[nn.Module, Any]:
         handle = apply_column(column, model) if apply_first else None
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
-        plan = {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh, plan)
-        for layer in model.layers:
-            parallelize_module(layer, mesh, SEQUENCE)
+        sequence_parallel_model(model, init_device_mesh(device, (dist.get_world_size(),)))
         return model, handle or apply_column(column, model)
 
     return train(layout, column, device, same_tokens=True)

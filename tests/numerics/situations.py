@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from numerics.model import Llama, Value, build, gradients, loss_of, tokens_of, values
+from numerics.model import Block, Llama, Value, build, gradients, loss_of, tokens_of, values
 from numerics.policies import apply_column
 
 STEPS = 3
@@ -240,6 +241,32 @@ def with_an_input_without_gradient(model: Llama) -> Llama:
     return model
 
 
+def second_order(model: Llama, device: str, record: Callable[..., None]) -> None:
+    """The gradient of a gradient's norm."""
+    for step in range(STEPS):
+        tokens = seeded(step, device)
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no second order
+            loss = loss_of(model(tokens), tokens)
+            (gradient,) = torch.autograd.grad(loss, [model.head.weight], create_graph=True)  # type: ignore[union-attr]
+            (loss + gradient.square().sum()).backward()
+        record(step, loss)
+
+
+class OnHost(Block):
+    """A layer that runs on the host, between layers that may not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to("cpu")).to(x.device)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> OnHost:
+        return self  # it stays where it is
+
+
+def with_a_layer_on_the_host(model: Llama) -> Llama:
+    model.layers[1].__class__ = OnHost
+    return model
+
+
 SITUATIONS: dict[str, tuple[Situation, Callable[[Llama], Llama] | None]] = {
     "one process": (plain_steps, None),
     "bf16 autocast": (autocast, None),
@@ -249,10 +276,12 @@ SITUATIONS: dict[str, tuple[Situation, Callable[[Llama], Llama] | None]] = {
     "backward twice (retain_graph)": (backward_twice, None),
     "torch.autograd.grad": (asked_for_gradients, None),
     "graphs that are dropped": (graphs_dropped, None),
+    "a second derivative": (second_order, None),
     "an exception in forward": (raised_in_forward, None),
     "an exception in backward": (raised_in_backward, None),
     "a layer used twice in a forward": (plain_steps, used_twice),
     "adapters on frozen weights (LoRA)": (plain_steps, with_adapters),
     "frozen first layers": (plain_steps, with_a_frozen_first_layer),
+    "layers on two devices": (plain_steps, with_a_layer_on_the_host),
     "an input that needs no gradient": (plain_steps, with_an_input_without_gradient),
 }

@@ -76,7 +76,10 @@ def applied_first(compile_layers: Callable[[nn.Module], None], column: str | Non
     return train(make)
 
 
-WAYS = pytest.mark.parametrize("compile_layers", [wrapped, in_place], ids=["torch.compile(layer)", "layer.compile()"])
+WAYS = pytest.mark.parametrize(
+    "compile_layers",
+    [pytest.param(wrapped, id="torch.compile(layer)", marks=pytest.mark.slow), pytest.param(in_place, id="compile()")],
+)
 WHOLE = [pytest.param(column) for column in ("recompute layers", "swap", "swap to disk", "boundary swap")]
 BY_OPERATOR = ["recompute operators", "mixed"]
 

@@ -14,10 +14,16 @@ EXPECTED: dict[tuple[str, str], Any] = {}
 """What each situation gives on each device without lowtide, and the bytes that it leaves there."""
 
 
+CASES = [
+    pytest.param(row, device, id=f"{row} on {device}", marks=[] if fast else pytest.mark.slow)
+    for row in SITUATIONS
+    for device, fast in (("tide", True), ("cpu", row == "one process"))
+]
+
+
 @pytest.mark.composes
 @every_policy
-@pytest.mark.parametrize("device", ["cpu", "tide"])
-@pytest.mark.parametrize("row", SITUATIONS)
+@pytest.mark.parametrize(("row", "device"), CASES)
 def test_is_exact(row: str, device: str, column: str) -> None:
     situation, prepare = SITUATIONS[row]
     tide.reset()

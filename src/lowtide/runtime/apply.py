@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide._torch_private import compiled_call
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind
@@ -14,9 +15,10 @@ from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
 from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.intercept import Function, Wrappers
-from lowtide.runtime.layer import DecidedLayer, Span, pass_by, recompute_whole, swap_input
+from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
@@ -50,6 +52,7 @@ def apply(
         )
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
+    warn_of_idle_settings(policy)
     return Handle(found, policy, limits or Limits(), verify=verify)
 
 
@@ -63,7 +66,11 @@ class Handle:
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
-        if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
+        self.gathering = [
+            layer.register_forward_pre_hook(GatherAgain(index))
+            for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
+        ]
+        if any(_by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
             classes = set()
             for follower in self.followers:
                 if follower.kind_of not in classes and not follower.compiled:
@@ -97,6 +104,8 @@ class Handle:
         """Leave the model as it was."""
         for follower in self.followers:
             follower.remove()
+        for hook in self.gathering:
+            hook.remove()
         self.manager.close()
 
     def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
@@ -118,7 +127,7 @@ class Handle:
             follower.span, follower.resolved = span, resolved
         due: frozenset[int] = frozenset()
         for follower, span in zip(self.followers, spans, strict=True):
-            if follower.kind_of in self.kinds and not follower.compiled:
+            if follower.kind_of in self.kinds or follower.compiled:
                 follower.install(due)
             due = frozenset(number - span.count for number in due | follower.due if number > span.count)
 
@@ -162,7 +171,7 @@ class _Follower:
     def _install_compiled(self) -> None:
         """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
         settings, handle = self.settings, self.handle
-        if settings.rules:
+        if settings.rules or settings.communication:
             raise PolicyError(
                 f"layer {self.index} is compiled and its operators cannot be decided one by one ({settings});"
                 " recompute or swap the layer as a whole, or do not compile it"
@@ -175,7 +184,8 @@ class _Follower:
 
     def _unless_learning(self, forward: Function, line: Line) -> Function:
         """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
-        whole = recompute_whole(forward, self.handle.ledger, line)
+        again = timed_again(forward, self.handle.ledger, line)
+        whole = communicating(forward, again, self.layer, self.index, self.handle.policy)
 
         def unless_learning(*args: Any, **kwargs: Any) -> Any:
             return whole(*args, **kwargs) if self.tracker is None else forward(*args, **kwargs)
@@ -202,10 +212,10 @@ class _Follower:
         handle, span, layer = self.handle, self.span, self.layer
         assert span is not None
         boundary = self.settings.boundary
-        if not self.whole:
+        if not self.whole and not self.compiled:
             kind = self.kind or handle.kinds[self.kind_of]
-            resolved = self.resolved
-            self.program = compile_layer(self.index, kind, resolved.decisions, resolved.boundary, handle.ledger, due)
+            decisions = repeat_collectives(self.index, kind, self.resolved)
+            self.program = compile_layer(self.index, kind, decisions, self.resolved.boundary, handle.ledger, due)
             if not self.program.idle:
                 check = LayerCheck(self.index, layer, kind) if handle.verify else None
                 self.decided = DecidedLayer(layer, self.program, handle.manager, span, check)
@@ -213,12 +223,12 @@ class _Follower:
                 return
         if self.noticed:
             return
-        if isinstance(boundary, Swap) and self.whole:
+        if isinstance(boundary, Swap) and self.whole and not self.compiled:
             line = handle.ledger.line(self.index, BOUNDARY)
             self.wrappers.wrap(layer, lambda forward: swap_input(forward, span, boundary, line, handle.manager))
             self.noticed = True
-        elif due:
-            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span, self.index))
+        elif due and self.compiled_layer is None:
+            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span, self.index), compiled_call(layer))
             self.noticed = True
 
     def remove(self) -> None:

@@ -9,7 +9,6 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from lowtide._torch_private import DisableTorchFunction, current_backward, finish_collective, storage_key, without_graph
 from lowtide.operators.calls import tensors_of
@@ -24,7 +23,7 @@ from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
 
-__all__ = ["DecidedLayer", "Run", "Span", "pass_by", "recompute_whole", "swap_input"]
+__all__ = ["DecidedLayer", "Run", "Span", "pass_by", "swap_input", "timed_again"]
 
 
 class Span:
@@ -77,8 +76,8 @@ def pass_by(forward: Function, span: Span, index: int) -> Function:
     return passed
 
 
-def recompute_whole(forward: Function, ledger: Ledger, line: Line) -> Function:
-    """A layer that torch's own checkpoint repeats in backward; what that takes is timed."""
+def timed_again(forward: Function, ledger: Ledger, line: Line) -> Function:
+    """A layer's forward as torch's own checkpoint repeats it in backward; what that takes is timed."""
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         if current_backward() == -1:
@@ -91,12 +90,7 @@ def recompute_whole(forward: Function, ledger: Ledger, line: Line) -> Function:
         finally:  # the checkpoint stops it early by an exception
             ledger.end(line, device, begin)
 
-    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        repeated = forward if torch.compiler.is_compiling() else timed
-        return checkpoint(repeated, *args, use_reentrant=False, **kwargs)
-
-    return recomputed
+    return timed
 
 
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
