@@ -267,10 +267,9 @@ class _Recomputing(_Run):
         if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
             line = self.manager.ledger.line(program.layer, name)
         if line is not None:
-            device = given[0].device if given else torch.device("cpu")
             arguments = registry.capture(args, kwargs)
             random = name in program.random
-            self.open = CapturedCall(name, function, arguments, device, line, self.manager.ledger, random=random)
+            self.open = CapturedCall(name, function, arguments, given, line, self.manager.ledger, random=random)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():

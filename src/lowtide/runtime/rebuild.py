@@ -35,7 +35,6 @@ from lowtide._torch_private import (
     autocast_contexts,
     autocast_state,
     storage_key,
-    tree_leaves,
     weak_storage,
 )
 from lowtide.errors import RebuildError
@@ -126,13 +125,14 @@ class CapturedCall:
     )  # fmt: skip
 
     def __init__(
-        self, name: str, function: Callable[..., Any], arguments: Any, device: torch.device, line: Line, ledger: Ledger,
+        self, name: str, function: Callable[..., Any], arguments: Any, given: list[Tensor], line: Line, ledger: Ledger,
         *, random: bool,
     ) -> None:  # fmt: skip
         self.name, self.function, self.arguments = name, function, arguments
-        self.line, self.ledger, self.device = line, ledger, device
+        self.line, self.ledger = line, ledger
+        self.device = given[0].device if given else torch.device("cpu")
         self.autocast = autocast_state()
-        self.random = _RandomState(arguments) if random else None
+        self.random = _RandomState(given) if random else None
         self.pending = 0
         self.wanted: set[tuple[str, int]] = set()
         self.outputs: dict[int, Tensor] | None = None
@@ -259,11 +259,10 @@ class Registry:
 class _RandomState:
     """The random numbers' state before a call, on the host and on the devices of its arguments."""
 
-    def __init__(self, arguments: Any) -> None:
-        held = [leaf.tensor for leaf in tree_leaves(arguments) if isinstance(leaf, _Held) and leaf.tensor is not None]
+    def __init__(self, given: list[Tensor]) -> None:
         self.host = torch.get_rng_state()
-        self.devices, self.states = get_device_states(*held)
-        kinds = {tensor.device.type for tensor in held} - {"cpu"}
+        self.devices, self.states = get_device_states(*given)
+        kinds = {tensor.device.type for tensor in given} - {"cpu"}
         self.kind = kinds.pop() if kinds else "cuda"
 
     @contextmanager
