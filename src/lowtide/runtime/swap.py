@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -98,23 +99,45 @@ class Swapped:
             if self.source is not None:
                 self.line.handed_back_bytes += self.size
                 return self.source
-            if self.target is None:
-                try:
-                    self._bring_back()
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError:
-                    self._bring_back_again()
-            self._wait_back()
-            assert self.target is not None
-            return self.target
+            try:
+                return self._here()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                return self._here_at_last()
 
     def forget(self) -> None:
         """The graph task is over and the graph lives on: the host has the bytes, the device need not."""
         with self.manager.lock:
             if self.target is not None:
-                self._wait_back()
+                self._arrive()
+                with suppress(RuntimeError, SwapError):  # what failed to come back was not asked for
+                    self.place.let_go(self)
                 self.target = None
+
+    def _here(self) -> Tensor:
+        if self.target is None:
+            self._bring_back()
+        self._arrive()
+        try:
+            self.place.wait_back(self)
+        except BaseException:
+            self.target = None
+            raise
+        assert self.target is not None
+        return self.target
+
+    def _here_at_last(self) -> Tensor:
+        self.line.note("a copy back failed and was repeated")
+        try:
+            return self._here()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise SwapError(
+                f"what {self.line.operator} of layer {self.line.layer} produced could not be copied back to"
+                f" {self.device}, twice: {error}"
+            ) from error
 
     def _bring_back(self) -> None:
         self.target = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -125,37 +148,20 @@ class Swapped:
             raise
         self.manager.came_back(self)
 
-    def _bring_back_again(self) -> None:
-        self.line.note("a copy back failed and was repeated")
-        try:
-            self._bring_back()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise SwapError(
-                f"what {self.line.operator} of layer {self.line.layer} produced could not be copied back to"
-                f" {self.device}, twice: {error}"
-            ) from error
-
-    def _wait_back(self) -> None:
+    def _arrive(self) -> None:
         if self.ahead:
             self.ahead = False
             self.manager.returning_bytes -= self.size
-        try:
-            self.place.wait_back(self)
-        except BaseException:
-            self.target = None
-            raise
 
     def __del__(self) -> None:
-        try:
+        with suppress(Exception):  # at the interpreter's end there is nothing left to wait for
             if self.source is not None:
                 self.place.wait_out()
             if self.target is not None:
-                self._wait_back()
+                self._arrive()
+                self.place.let_go(self)
+        with suppress(Exception):
             self.place.close()
-        except Exception:  # at the interpreter's end there is nothing left to wait for
-            return
 
 
 class _Copied:
@@ -178,7 +184,10 @@ def copy_on_host(tensor: Tensor, line: Line) -> _Copied | None:
     stash = line.stash
     if not stash or not tensor.is_contiguous():
         return None
-    buffer = stash.pop()
+    try:
+        buffer = stash.pop()
+    except IndexError:  # a thread of the disk has just made room
+        return None
     memory = buffer.memory
     size = memory.nbytes
     if memory.shape != tensor.shape or memory.dtype is not tensor.dtype or tensor.untyped_storage().nbytes() != size:
