@@ -288,9 +288,12 @@ class SwapManager:
             return None
         extent = None
         if swap.tier == "disk":
-            extent = self.disk.reserve(source.nbytes)
-            if extent is None:
-                line.note("the limit of the disk is reached: host memory is used")
+            try:
+                extent = self.disk.reserve(source.nbytes)
+                if extent is None:
+                    line.note("the limit of the disk is reached: host memory is used")
+            except OSError as error:  # no such directory, or no file can be made in it
+                line.note(f"the disk failed, host memory is used: {error.strerror or error}")
         try:
             if extent is None:
                 place: Place = HostPlace(link, source, buffer, line)
@@ -344,9 +347,7 @@ class SwapManager:
         for line in self.ledger.lines.values():
             line.stash.clear()
         self.links.clear()
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
+        self._disk = None
 
 
 class Departures:
