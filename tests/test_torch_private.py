@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from lowtide._torch_private import (
@@ -16,6 +17,7 @@ from lowtide._torch_private import (
     autocast_state,
     current_backward,
     inner_tensor,
+    is_own_output,
     storage_bytes,
     storage_key,
     taken_apart,
@@ -127,3 +129,16 @@ def test_autocast_can_be_set_as_it_was() -> None:
 
 def test_nested_values_can_be_mapped() -> None:
     assert tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+def test_a_node_that_saves_its_own_output_is_told_from_others() -> None:
+    found: list[bool] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(is_own_output(tensor))
+        return tensor.detach()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x.sin().sigmoid().cos()
+    assert found == [False, True, False]

@@ -28,6 +28,7 @@ __all__ = [
     "autocast_state",
     "current_backward",
     "inner_tensor",
+    "is_own_output",
     "storage_bytes",
     "storage_key",
     "taken_apart",
@@ -88,6 +89,13 @@ def current_backward() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_own_output(tensor: Tensor) -> bool:
+    """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
+    node: Any = tensor.grad_fn
+    latest: int = torch._C._autograd._get_sequence_nr() - 1
+    return node is not None and node._sequence_nr() == latest
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -57,6 +57,8 @@ class CallTracker:
         self.turns: list[dict[Any, int]] = []
         self.counts: dict[str, int] = {}
         self.running: object = None
+        self.complete = False
+        """Whether the layer's last run came to its end; a layer that raises gives nothing."""
         self.mode: _Functions | None = None
         self.handles: list[Any] = []
 
@@ -96,10 +98,13 @@ class CallTracker:
         self.stack.pop()
         self.turns.pop()
         if not self.stack:
-            self.listener.layer_ends()
+            self.complete = output is not None
             assert self.mode is not None
-            self.mode.__exit__(None, None, None)
-            self.mode = None
+            try:
+                self.listener.layer_ends()
+            finally:
+                self.mode.__exit__(None, None, None)
+                self.mode = None
 
     def _number(self, name: str) -> str:
         count = self.counts.get(name, 0)

@@ -53,11 +53,13 @@ class Handle:
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
-        if any(_by_operator(settings) or settings.boundary != Keep() for settings in policy.layers):
-            classes = set()
-            for follower in self.followers:
-                if not follower.whole and type(follower.layer) not in classes:
-                    classes.add(type(follower.layer))
+        self.learning: set[type[nn.Module]] = set()
+        """The classes of layers that have to be known."""
+        if any(settings.rules or settings.boundary != Keep() or _by_operator(settings) for settings in policy.layers):
+            # Of a layer that is recomputed as a whole less is seen: it is asked only where its class has no other.
+            for follower in sorted(self.followers, key=lambda follower: follower.whole):
+                if type(follower.layer) not in self.learning:
+                    self.learning.add(type(follower.layer))
                     follower.watch()
 
     @property
@@ -84,8 +86,7 @@ class Handle:
     def learnt(self, module: nn.Module, kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
         self.kinds[type(module)] = kind
-        classes = {type(follower.layer) for follower in self.followers if not follower.whole}
-        complete = classes <= set(self.kinds)
+        complete = self.learning <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
         catalogue = Catalogue(tuple(catalogues.get(type(layer), kind.catalogue) for layer in self.layers.modules))
@@ -195,9 +196,9 @@ class _Follower:
         assert self.watcher is not None
         self.watcher.layer_ends()
         seen, self.watcher = self.watcher.result(), None
-        if not seen.packs:  # without gradients there was nothing to learn
-            return
         assert self.tracker is not None
+        if not seen.packs or not self.tracker.complete:  # without gradients, or to the end, there is nothing to learn
+            return
         self.tracker.detach()
         self.tracker = None
         kind = layer_kind(self.layer, seen)

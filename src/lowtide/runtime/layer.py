@@ -172,7 +172,7 @@ class _Run:
         try:
             action = self.actions[number]
         except IndexError:  # more than was learnt
-            return tensor
+            return tensor.detach()
         return tensor if action is None else self.act(tensor, action)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
@@ -191,6 +191,8 @@ class _Run:
                 saved = self._swapped(tensor, action, decision, position)
             else:
                 saved = self.rebuilt(tensor, action) or tensor
+        if saved is tensor and (action.output or self.changed):
+            saved = tensor.detach()
         schedule = self.manager.schedule
         if schedule.next <= position:
             due = schedule.reach(position)

@@ -23,7 +23,7 @@ class Action(NamedTuple):
     """What becomes of one saved tensor."""
 
     decision: Decision
-    """Keep where all there is to do is to notice that this operator runs."""
+    """Keep where all there is to do is to notice that this operator runs, or to hold an output apart from its node."""
     position: int
     """The place of the operator that saves it."""
     owner: str
@@ -36,6 +36,8 @@ class Action(NamedTuple):
     """Whether it is swapped to host memory, alone and with nothing due: on the host itself, one copy does it all."""
     cast: bool
     """Whether it is a cast of the owner's value."""
+    output: bool
+    """Whether the node that saves it made it. See [Note: lifetime]."""
     dtype: torch.dtype
     rank: int
     line: Line
@@ -106,7 +108,7 @@ def compile_layer(
         reached = bool(waiting) and waiting[0] <= position
         while waiting and waiting[0] <= position:
             waiting.pop(0)
-        if isinstance(decision, Keep) and not reached:
+        if isinstance(decision, Keep) and not reached and not pack.output:
             actions.append(None)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
@@ -114,8 +116,10 @@ def compile_layer(
         alone = final and first[pack.storage] == number and not recomputed
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
-        action = Action(decision, position, owner, final, alone, plain, pack.cast, pack.dtype, len(pack.shape), line)
-        actions.append(action)
+        rank = len(pack.shape)
+        actions.append(
+            Action(decision, position, owner, final, alone, plain, pack.cast, pack.output, pack.dtype, rank, line)
+        )
     return LayerProgram(
         index,
         kind,

@@ -5,6 +5,9 @@ A swapped tensor is one object, ``Swapped``, held by whatever autograd saved in 
 last of those, after the operators that used it or because the graph was dropped, the object ends and gives its host
 memory back. So nothing counts uses: a graph that is run twice asks twice, one that is never run never asks, and an
 exception leaves nothing behind. What came back is dropped at the end of the graph task, should the graph live on.
+
+An operator such as softmax saves its own output. Its node holds what was saved, and the output holds the node: if what
+was saved holds the output, the graph never ends unless it is run. So everything that is held for a node is detached.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class Swapped:
 
     def __init__(self, manager: SwapManager, source: Tensor, size: int, line: Line, place: Place) -> None:
         self.manager, self.size, self.line, self.place = manager, size, line, place
-        self.source: Tensor | None = source
+        self.source: Tensor | None = source.detach()
         self.shape, self.dtype, self.device = source.shape, source.dtype, source.device
         self.version = source._version
         self.mutated = self.ahead = False
