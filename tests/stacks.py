@@ -28,6 +28,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 2 * WIDTH))
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:

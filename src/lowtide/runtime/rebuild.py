@@ -236,7 +236,7 @@ class Registry:
     def send_away(self, away: Callable[[Tensor], Saved | None]) -> None:
         """Let go of held arguments that are swapped: they come back from there."""
         for held in self.held:
-            if held.tensor is not None:
+            if held.tensor is not None and held.tensor._version == held.version:
                 held.away = away(held.tensor)
                 if held.away is not None:
                     held.tensor = None

@@ -233,6 +233,7 @@ class _Gathered:
     def tensor(self) -> Tensor:
         dense = self.swapped.tensor()
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        span = span if dense.numel() else 0  # an expert without tokens
         memory = torch.empty(self.offset + span, dtype=dense.dtype, device=dense.device)
         return memory.as_strided(self.shape, self.stride, self.offset).copy_(dense)
 
@@ -360,7 +361,7 @@ class Departures:
 
     def __init__(self, manager: SwapManager) -> None:
         self.manager = manager
-        self.known: dict[int, tuple[StorageWeakRef, Swapped | _Copied, torch.Size, torch.dtype]] = {}
+        self.known: dict[int, tuple[StorageWeakRef, int, Swapped | _Copied, torch.Size, torch.dtype]] = {}
         self.latest: list[Swapped] = []
         """What of the last tensor that was asked for will have to come back."""
 
@@ -375,9 +376,9 @@ class Departures:
     def find(self, tensor: Tensor) -> Swapped | _Copied | SwappedView | None:
         """How ``tensor`` can be had back, if its storage has left."""
         known = self.known.get(storage_key(tensor)) if type(tensor) in PLAIN else None
-        if known is None or known[0].expired():
+        if known is None or known[0].expired() or known[1] != tensor._version:  # written to since: another value
             return None
-        swapped, shape, dtype = known[1:]
+        swapped, shape, dtype = known[2:]
         if isinstance(swapped, Swapped):
             self.latest.append(swapped)
         same = shape == tensor.shape and dtype is tensor.dtype and tensor.is_contiguous()
@@ -416,7 +417,8 @@ class Departures:
         if not entire:
             return _Gathered(swapped, tensor)
         if not alone:
-            self.known[storage_key(tensor)] = (weak_storage(tensor), swapped, source.shape, source.dtype)
+            version = tensor._version
+            self.known[storage_key(tensor)] = (weak_storage(tensor), version, swapped, source.shape, source.dtype)
         return swapped if source is tensor else SwappedView(swapped, tensor)
 
 
