@@ -84,6 +84,7 @@ def test_a_buffer_is_written_again_only_after_the_copy_that_read_it(scene: Scene
         second = scene.out(torch.zeros(4096, device="tide"))
     assert scene.manager.pinned_pool.taken == 4096 * 4
     assert torch.equal(back.cpu(), torch.ones(4096))
+    torch.accelerator.synchronize()
     assert torch.equal(second.tensor().cpu(), torch.zeros(4096))
 
 
