@@ -35,6 +35,7 @@ __all__ = [
     "inner_tensor",
     "is_collective",
     "is_compiled",
+    "is_own_output",
     "landed_tensor",
     "set_grad_enabled",
     "storage_bytes",
@@ -175,6 +176,13 @@ def current_backward() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_own_output(tensor: Tensor) -> bool:
+    """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
+    node: Any = tensor.grad_fn
+    latest: int = torch._C._autograd._get_sequence_nr() - 1
+    return node is not None and node._sequence_nr() == latest
 
 
 def storage_key(tensor: Tensor) -> int:

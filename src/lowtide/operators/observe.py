@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import (
     StorageWeakRef,
     TorchDispatchMode,
+    is_own_output,
     storage_bytes,
     storage_key,
     weak_storage,
@@ -59,6 +60,8 @@ class Pack(NamedTuple):
     """False for integers and booleans, which routing depends on and which are always kept."""
     cast: bool
     """Whether it is a cast of the owner's value rather than the value itself."""
+    output: bool = False
+    """Whether the node that saves it made it: whoever holds it as it is, for that node, holds a cycle."""
 
 
 class Call(NamedTuple):
@@ -223,7 +226,7 @@ class Watcher:
             self.open.random = True
 
     def pack(self, tensor: Tensor) -> Tensor:
-        origin = self.origin(tensor)
+        origin, output = self.origin(tensor), is_own_output(tensor)
         self.packs.append(
             Pack(
                 self.open.name if self.open is not None else "",
@@ -235,6 +238,7 @@ class Watcher:
                 tensor.dtype,
                 tensor.is_floating_point() or tensor.is_complex(),
                 origin.cast,
+                output,
             )
         )
         if self.saved is not None:

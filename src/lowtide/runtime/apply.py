@@ -70,7 +70,7 @@ class Handle:
             layer.register_forward_pre_hook(GatherAgain(index))
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
         ]
-        if any(_by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
+        if any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
             classes = set()
             for follower in self.followers:
                 if follower.kind_of not in classes and not follower.compiled:

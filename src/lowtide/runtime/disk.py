@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,12 +44,8 @@ class DiskFile:
             self.direct = _open_direct(path)
         finally:
             os.unlink(path)
-
-    def close(self) -> None:
-        """Wait for what is under way and give the space back."""
-        self.workers.shutdown(wait=True)
-        for handle in {self.buffered, self.direct}:
-            os.close(handle)
+        # With the last tensor that is in the file the space is given back; what is under way holds one.
+        weakref.finalize(self, _close, self.workers, {self.buffered, self.direct})
 
     def reserve(self, length: int) -> Extent | None:
         """Room for ``length`` bytes; None if the limit is reached."""
@@ -97,6 +94,12 @@ class DiskFile:
 
     def _handle(self, buffer: HostBuffer) -> int:
         return self.direct if buffer.bytes.data_ptr() % PAGE == 0 else self.buffered
+
+
+def _close(workers: ThreadPoolExecutor, handles: set[int]) -> None:
+    workers.shutdown(wait=False)
+    for handle in handles:
+        os.close(handle)
 
 
 def _open_direct(path: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -32,24 +34,27 @@ class HostPool:
     """Buffers by size class, up to a limit. Allocating pinned memory takes milliseconds, so it is not given back.
 
     Each operator keeps the buffers it used in a stash of its own, where the next step finds them in the right shape.
+    The disk's threads ask for buffers as well, so whoever counts or takes holds the lock.
     """
 
     def __init__(self, limit: int, *, pinned: bool) -> None:
         self.limit, self.pinned = limit, pinned
         self.taken = 0
+        self.lock = threading.Lock()
         self.stashes: list[list[HostBuffer]] = []
 
     def get(self, stash: list[HostBuffer], shape: torch.Size, dtype: torch.dtype, size: int) -> HostBuffer | None:
         """A buffer for a tensor of ``size`` bytes; None if the limit is reached or there is no such memory."""
-        if stash:
-            buffer = stash.pop()
-            if buffer.memory.shape == shape and buffer.memory.dtype is dtype:
-                return buffer
-            if buffer.size >= size:
-                buffer.shape_as(shape, dtype)
-                return buffer
-            stash.append(buffer)
-        found = self._new(stash, size)
+        with self.lock:
+            if stash:
+                buffer = stash.pop()
+                if buffer.memory.shape == shape and buffer.memory.dtype is dtype:
+                    return buffer
+                if buffer.size >= size:
+                    buffer.shape_as(shape, dtype)
+                    return buffer
+                stash.append(buffer)
+            found = self._new(stash, size)
         if found is not None:
             found.shape_as(shape, dtype)
         return found

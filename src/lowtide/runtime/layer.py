@@ -225,7 +225,7 @@ class Run:
                 saved = self._swapped(tensor, action, decision, position)
             else:
                 saved = self.rebuilt(tensor, action) or tensor
-        if saved is tensor and action.own:
+        if saved is tensor and action.output:
             saved = without_graph(tensor)
         schedule = self.manager.schedule
         if schedule.next <= position:

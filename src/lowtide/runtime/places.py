@@ -40,13 +40,16 @@ class Link:
         return copy
 
     def wait_out(self, written: Copy | None) -> None:
-        """The computation waits for a copy out."""
+        """The computation, whose memory is let go, waits for a copy out."""
         if written is not None:
-            assert self.transfer is not None
-            self.transfer.computation().wait_event(written.end)
+            written.computation.wait_event(written.end)
 
     def copy_back(
-        self, swapped: Swapped, buffer: HostBuffer, written: Copy | None, ready: torch.Event | None = None
+        self,
+        swapped: Swapped,
+        buffer: HostBuffer,
+        written: Copy | None,
+        ready: tuple[torch.Stream, torch.Event] | None = None,
     ) -> None:
         """Copy a buffer into ``swapped.target``."""
         assert swapped.target is not None
@@ -62,15 +65,30 @@ class Link:
         swapped.back = copy
 
     def wait_back(self, swapped: Swapped) -> None:
-        """The computation waits for the copy back."""
-        back, swapped.back = swapped.back, None
-        if back is not None:
-            assert self.transfer is not None
-            computation = self.transfer.computation()
+        """The stream that is about to use the target waits for the copy back."""
+        back = swapped.back
+        if back is None:
+            return
+        assert self.transfer is not None
+        user = self.transfer.computation()
+        if user in back.awaited:
+            return
+        if not back.awaited:
             arrived = torch.Event(self.transfer.device, enable_timing=True)
-            arrived.record(computation)
-            computation.wait_event(back.end)
+            arrived.record(user)
             self.ledger.timed.append((swapped.line, "stall_seconds", arrived, back.end))
+        user.wait_event(back.end)
+        back.awaited.append(user)
+        if user != back.computation:
+            assert swapped.target is not None
+            back.computation.wait_event(back.end)
+            swapped.target.record_stream(user)
+
+    def let_go(self, swapped: Swapped) -> None:
+        """The computation, whose memory the target is, waits for the copy back if nobody has."""
+        back, swapped.back = swapped.back, None
+        if back is not None and not back.awaited:
+            back.computation.wait_event(back.end)
 
 
 class HostPlace:
@@ -91,8 +109,12 @@ class HostPlace:
         self.link.copy_back(swapped, self.buffer, self.written)
 
     def wait_back(self, swapped: Swapped) -> None:
-        """The computation waits for the copy back."""
+        """The stream that is about to use the target waits for the copy back."""
         self.link.wait_back(swapped)
+
+    def let_go(self, swapped: Swapped) -> None:
+        """The target is about to be let go."""
+        self.link.let_go(swapped)
 
     def close(self) -> None:
         """Give the buffer back."""
@@ -132,10 +154,13 @@ class DiskPlace:
     def bring_back(self, swapped: Swapped) -> None:
         """Start reading into ``swapped.target``."""
         transfer = self.link.transfer
-        ready = transfer.computation().record_event() if transfer is not None else None
+        ready = None
+        if transfer is not None:
+            computation = transfer.computation()
+            ready = computation, computation.record_event()
         self.reading = self.disk.submit(self._read, swapped, ready)
 
-    def _read(self, swapped: Swapped, ready: torch.Event | None) -> None:
+    def _read(self, swapped: Swapped, ready: tuple[torch.Stream, torch.Event] | None) -> None:
         """On a thread of the disk."""
         self.writing.result()
         if self.buffer is not None:
@@ -156,12 +181,20 @@ class DiskPlace:
 
     def wait_back(self, swapped: Swapped) -> None:
         """Wait for the disk, then as for a buffer."""
+        self._finish()
+        self.link.wait_back(swapped)
+
+    def let_go(self, swapped: Swapped) -> None:
+        """Wait for the disk, then as for a buffer."""
+        self._finish()
+        self.link.let_go(swapped)
+
+    def _finish(self) -> None:
         reading, self.reading = self.reading, None
         if reading is not None:
             begin = perf_counter()
             reading.result()
             self.line.stall_seconds += perf_counter() - begin
-        self.link.wait_back(swapped)
 
     def close(self) -> None:
         """Give the space back when the disk is done with it."""

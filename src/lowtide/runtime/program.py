@@ -25,7 +25,7 @@ class Action(NamedTuple):
     """What becomes of one saved tensor."""
 
     decision: Decision
-    """Keep where all there is to do is to notice that this operator runs."""
+    """Keep where all there is to do is to notice that this operator runs, or to hold an output apart from its node."""
     position: int
     """The place of the operator that saves it."""
     owner: str
@@ -34,12 +34,12 @@ class Action(NamedTuple):
     """Whether it is the last of its storage, and so the first that backward asks for."""
     alone: bool
     """Whether nothing else will ask for its storage: no other saved tensor, no call to be repeated."""
-    own: bool
-    """Whether the operator that saves it also made it."""
     plain: bool
     """Whether it is swapped to host memory, alone and with nothing due: on the host itself, one copy does it all."""
     cast: bool
     """Whether it is a cast of the owner's value."""
+    output: bool
+    """Whether the node that saves it made it. See [Note: lifetime]."""
     dtype: torch.dtype
     rank: int
     line: Line
@@ -110,8 +110,7 @@ def compile_layer(
         reached = bool(waiting) and waiting[0] <= position
         while waiting and waiting[0] <= position:
             waiting.pop(0)
-        own = pack.owner == pack.operator != ""
-        if isinstance(decision, Keep) and not reached and not own:
+        if isinstance(decision, Keep) and not reached and not pack.output:
             actions.append(None)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
@@ -120,7 +119,7 @@ def compile_layer(
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
         rank = len(pack.shape)
-        action = Action(decision, position, owner, final, alone, own, plain, pack.cast, pack.dtype, rank, line)
+        action = Action(decision, position, owner, final, alone, plain, pack.cast, pack.output, pack.dtype, rank, line)
         actions.append(action)
     return LayerProgram(
         index,

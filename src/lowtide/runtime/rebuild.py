@@ -311,7 +311,7 @@ class Registry:
         """Let go of held arguments that are swapped: they come back from there."""
         for held in self.held:
             tensor = held.tensor
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and version_of(tensor) == held.version:
                 saved = away(tensor)
                 if saved is not None:
                     held.requires_grad, held.tensor = tensor.requires_grad, saved

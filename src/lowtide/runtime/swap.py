@@ -5,6 +5,9 @@ A swapped tensor is one object, ``Swapped``, held by whatever autograd saved in 
 last of those, after the operators that used it or because the graph was dropped, the object ends and gives its host
 memory back. So nothing counts uses: a graph that is run twice asks twice, one that is never run never asks, and an
 exception leaves nothing behind. What came back is dropped at the end of the graph task, should the graph live on.
+
+An operator such as softmax saves its own output. Its node holds what was saved, and the output holds the node: if what
+was saved holds the output, the graph never ends unless it is run. So everything that is held for a node is detached.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -102,23 +106,45 @@ class Swapped:
                     self.handed = True
                     self.line.handed_back_bytes += self.size
                 return self.source
-            if self.target is None:
-                try:
-                    self._bring_back()
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError:
-                    self._bring_back_again()
-            self._wait_back()
-            assert self.target is not None
-            return self.target
+            try:
+                return self._here()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                return self._here_at_last()
 
     def forget(self) -> None:
         """The graph task is over and the graph lives on: the host has the bytes, the device need not."""
         with self.manager.lock:
             if self.target is not None:
-                self._wait_back()
+                self._arrive()
+                with suppress(RuntimeError, SwapError):  # what failed to come back was not asked for
+                    self.place.let_go(self)
                 self.target = None
+
+    def _here(self) -> Tensor:
+        if self.target is None:
+            self._bring_back()
+        self._arrive()
+        try:
+            self.place.wait_back(self)
+        except BaseException:
+            self.target = None
+            raise
+        assert self.target is not None
+        return self.target
+
+    def _here_at_last(self) -> Tensor:
+        self.line.note("a copy back failed and was repeated")
+        try:
+            return self._here()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise SwapError(
+                f"what {self.line.operator} of layer {self.line.layer} produced could not be copied back to"
+                f" {self.device}, twice: {error}"
+            ) from error
 
     def _bring_back(self) -> None:
         self.target = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -129,37 +155,20 @@ class Swapped:
             raise
         self.manager.came_back(self)
 
-    def _bring_back_again(self) -> None:
-        self.line.note("a copy back failed and was repeated")
-        try:
-            self._bring_back()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise SwapError(
-                f"what {self.line.operator} of layer {self.line.layer} produced could not be copied back to"
-                f" {self.device}, twice: {error}"
-            ) from error
-
-    def _wait_back(self) -> None:
+    def _arrive(self) -> None:
         if self.ahead:
             self.ahead = False
             self.manager.returning_bytes -= self.size
-        try:
-            self.place.wait_back(self)
-        except BaseException:
-            self.target = None
-            raise
 
     def __del__(self) -> None:
-        try:
+        with suppress(Exception):  # at the interpreter's end there is nothing left to wait for
             if self.source is not None:
                 self.place.wait_out()
             if self.target is not None:
-                self._wait_back()
+                self._arrive()
+                self.place.let_go(self)
+        with suppress(Exception):
             self.place.close()
-        except Exception:  # at the interpreter's end there is nothing left to wait for
-            return
 
 
 class _Copied:
@@ -182,7 +191,10 @@ def copy_on_host(tensor: Tensor, line: Line) -> _Copied | None:
     stash = line.stash
     if not stash or not tensor.is_contiguous():
         return None
-    buffer = stash.pop()
+    try:
+        buffer = stash.pop()
+    except IndexError:  # a thread of the disk has just made room
+        return None
     memory = buffer.memory
     size = memory.nbytes
     if memory.shape != tensor.shape or memory.dtype is not tensor.dtype or tensor.untyped_storage().nbytes() != size:
@@ -225,6 +237,7 @@ class _Gathered:
     def tensor(self) -> Tensor:
         dense = self.swapped.tensor()
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        span = span if dense.numel() else 0  # an expert without tokens
         memory = torch.empty(self.offset + span, dtype=dense.dtype, device=dense.device)
         return memory.as_strided(self.shape, self.stride, self.offset).copy_(dense)
 
@@ -283,9 +296,12 @@ class SwapManager:
             return None
         extent = None
         if swap.tier == "disk":
-            extent = self.disk.reserve(source.nbytes)
-            if extent is None:
-                line.note("the limit of the disk is reached: host memory is used")
+            try:
+                extent = self.disk.reserve(source.nbytes)
+                if extent is None:
+                    line.note("the limit of the disk is reached: host memory is used")
+            except OSError as error:  # no such directory, or no file can be made in it
+                line.note(f"the disk failed, host memory is used: {error.strerror or error}")
         try:
             if extent is None:
                 place: Place = HostPlace(link, source, buffer, line)
@@ -339,9 +355,7 @@ class SwapManager:
         for line in self.ledger.lines.values():
             line.stash.clear()
         self.links.clear()
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
+        self._disk = None
 
 
 class Departures:
@@ -351,7 +365,7 @@ class Departures:
 
     def __init__(self, manager: SwapManager) -> None:
         self.manager = manager
-        self.known: dict[int, tuple[StorageWeakRef, Swapped | _Copied, torch.Size, torch.dtype]] = {}
+        self.known: dict[int, tuple[StorageWeakRef, int, Swapped | _Copied, torch.Size, torch.dtype]] = {}
         self.latest: list[Swapped] = []
         """What of the last tensor that was asked for will have to come back."""
 
@@ -372,9 +386,9 @@ class Departures:
             away = {name: part for name, part in parts.items() if part is not None}
             return _Parts(whole._replace(tensors={}), away) if whole is not None and len(away) == len(parts) else None
         known = self.known.get(storage_key(tensor))
-        if known is None or known[0].expired():
+        if known is None or known[0].expired() or known[1] != tensor._version:  # written to since: another value
             return None
-        swapped, shape, dtype = known[1:]
+        swapped, shape, dtype = known[2:]
         if isinstance(swapped, Swapped):
             self.latest.append(swapped)
         same = shape == tensor.shape and dtype is tensor.dtype and tensor.is_contiguous()
@@ -413,7 +427,8 @@ class Departures:
         if not entire:
             return _Gathered(swapped, tensor)
         if not alone:
-            self.known[storage_key(tensor)] = (weak_storage(tensor), swapped, source.shape, source.dtype)
+            version = tensor._version
+            self.known[storage_key(tensor)] = (weak_storage(tensor), version, swapped, source.shape, source.dtype)
         return swapped if source is tensor else SwappedView(swapped, tensor)
 
 

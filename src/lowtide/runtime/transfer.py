@@ -11,13 +11,21 @@ stream's context it would be the copy's own. The edges, each of which was somebo
   stream, from memory that earlier kernels may still be using.
 - Whoever uses the target waits for the copy back first, on the stream it runs on. A target that nobody used is let go
   only after the computation waits for the copy as well.
+- Memory goes back to the stream that it was allocated on. A graph can end anywhere, in another stream's context or on
+  another thread, so each copy knows the stream that computed when it was issued, and that is the one that waits. A
+  target that is used on yet another stream is recorded there: the one place where there is no other way.
 - A buffer is used again when the copy that read it is done; the next copy out waits for that on its own stream.
 
 All of these are waits of one stream for another. The host waits for nothing, asks for no event's state, and so the
 memory does not depend on how fast the host is.
+
+A stream remembers the one it replaced in itself, for all threads. The disk's threads copy as well, so only one thread
+at a time is inside a copy's stream: a computation must not find itself on another's stream afterwards.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 from torch import Tensor
@@ -28,10 +36,14 @@ __all__ = ["Copy", "Transfer"]
 class Copy:
     """A copy under way."""
 
-    __slots__ = ("begin", "end")
+    __slots__ = ("awaited", "begin", "computation", "end")
 
-    def __init__(self, begin: torch.Event, end: torch.Event) -> None:
+    def __init__(self, begin: torch.Event, end: torch.Event, computation: torch.Stream) -> None:
         self.begin, self.end = begin, end
+        self.computation = computation
+        """The stream whose device memory it reads or writes."""
+        self.awaited: list[torch.Stream] = []
+        """The streams that come after it."""
 
 
 class Transfer:
@@ -40,6 +52,7 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.outward, self.inward = torch.Stream(device), torch.Stream(device)
+        self.lock = threading.Lock()
 
     def computation(self) -> torch.Stream:
         """The stream that computes now."""
@@ -47,30 +60,37 @@ class Transfer:
 
     def copy_out(self, source: Tensor, target: Tensor, available: torch.Event | None) -> Copy:
         """Copy ``source`` to the host. ``available`` is the copy that read the target's buffer last."""
-        self.outward.wait_stream(self.computation())
+        computation = self.computation()
+        self.outward.wait_stream(computation)
         if available is not None:
             self.outward.wait_event(available)
-        return self._copy(self.outward, source, target)
+        return self._copy(self.outward, source, target, computation)
 
     def copy_back(
-        self, source: Tensor, target: Tensor, written: torch.Event | None, ready: torch.Event | None = None
+        self,
+        source: Tensor,
+        target: Tensor,
+        written: torch.Event | None,
+        ready: tuple[torch.Stream, torch.Event] | None = None,
     ) -> Copy:
         """Copy ``source`` to the device. ``written`` is the copy that filled the source's buffer.
 
-        ``ready`` is where the computation stood when the target was allocated, if that was on another thread.
+        ``ready`` is the computation and where it stood when the target was allocated, if that was on another thread.
         """
         if ready is None:
-            self.inward.wait_stream(self.computation())
+            computation = self.computation()
+            self.inward.wait_stream(computation)
         else:
-            self.inward.wait_event(ready)
+            computation, stood = ready
+            self.inward.wait_event(stood)
         if written is not None:
             self.inward.wait_event(written)
-        return self._copy(self.inward, source, target)
+        return self._copy(self.inward, source, target, computation)
 
-    def _copy(self, stream: torch.Stream, source: Tensor, target: Tensor) -> Copy:
+    def _copy(self, stream: torch.Stream, source: Tensor, target: Tensor, computation: torch.Stream) -> Copy:
         begin, end = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
-        with stream:
+        with self.lock, stream:
             begin.record(stream)
             target.copy_(source, non_blocking=True)
             end.record(stream)
-        return Copy(begin, end)
+        return Copy(begin, end, computation)

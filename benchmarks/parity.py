@@ -1,0 +1,86 @@
+"""Train tiny models under random Policies and compare every loss, gradient and parameter bit by bit.
+
+    python benchmarks/parity.py --json
+    python benchmarks/parity.py --case 115
+
+Each case is a random Policy (keep, recompute and swap by operator and by layer, boundaries, excludes, prefetches of 1
+to 30, both tiers, small and large limits) on one of five models, in single precision, under bfloat16 autocast or with
+dropout, on the CPU or on the virtual accelerator ``tide``, with optimizer steps between. The same run without lowtide
+is made once for each model, setting, device and order of micro batches. Beside the values, a case must leave no
+race on tide, as many device bytes after each step as the run without, and every host buffer and piece of disk returned.
+A case is known by its number: ``--case`` repeats one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parity_cases import GRID, Outcome, case, run_case
+
+CASES, QUICK = 1200, 60
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """By model, setting and device."""
+    table = Table(
+        "model", "setting", "device", "cases", "swaps", "recomputes", "not bitwise", "races", "leaks", "errors"
+    )
+    for cell in GRID:
+        found = [one for one in outcomes if (one.case.model, one.case.setting, one.case.device) == cell]
+        counts = counts_of(found)
+        table.add_row(*cell, *(f"{count:,}" for count in counts.values()))
+    table.add_section()
+    table.add_row("all", "", "", *(f"{count:,}" for count in counts_of(outcomes).values()))
+    return table
+
+
+def counts_of(outcomes: list[Outcome]) -> dict[str, int]:
+    return {
+        "cases": len(outcomes),
+        "swaps": sum(one.swaps for one in outcomes),
+        "recomputes": sum(one.recomputes for one in outcomes),
+        "not_bitwise": sum(bool(one.different) for one in outcomes),
+        "races": sum(bool(one.races) for one in outcomes),
+        "leaks": sum(bool(one.leaks) for one in outcomes),
+        "errors": sum(bool(one.error) for one in outcomes),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases instead of {CASES}")
+    parser.add_argument("--case", type=int, metavar="NUMBER", help="one case only, and print its Policy")
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first case; others are others")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # two threads on a busy machine wait for each other
+    console, begin = Console(stderr=True, width=140), time.perf_counter()
+    numbers = range(arguments.first, arguments.first + (QUICK if arguments.quick else CASES))
+    if arguments.case is not None:
+        numbers = range(arguments.case, arguments.case + 1)
+        console.print(str(case(arguments.case)), markup=False, highlight=False)
+    outcomes: list[Outcome] = []
+    for number in numbers:
+        outcomes.append(run_case(case(number)))
+        if not outcomes[-1].exact:
+            console.print(str(outcomes[-1]), markup=False, highlight=False, style="red")
+    console.print(table_of(outcomes))
+    wrong = [one.case.number for one in outcomes if not one.exact]
+    seconds = round(time.perf_counter() - begin)
+    console.print(f"{len(outcomes)} cases in {seconds} s, {len(wrong)} wrong {wrong or ''}", highlight=False)
+    if arguments.json:
+        print(json.dumps({**counts_of(outcomes), "wrong": wrong, "seconds": seconds}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""A layer is learnt while it runs, and a run that fails or asks for little teaches nothing wrong."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from tide.testing import fresh_tide  # noqa: F401
+from torch import Tensor
+from torch.nn import functional
+
+from lowtide.errors import UnmatchedError
+from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from lowtide.runtime.apply import apply
+from lowtide.runtime.limits import Limits
+from stacks import ROWS, WIDTH, Stack, gated, lines, same, swap, train
+
+
+class ModelFailsError(Exception):
+    """What a model may raise."""
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_first_run_that_raises_teaches_nothing(failing: int) -> None:
+    calls = 0
+
+    def body(layer: Any, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        hidden = layer.up(layer.norm(x))
+        if calls == failing:
+            raise ModelFailsError
+        return x + layer.down(functional.silu(hidden))
+
+    model = Stack(body, 3)
+    handle = apply(model, Policy((swap("silu"),) * 3), limits=Limits(minimum_bytes=1))
+    with pytest.raises(ModelFailsError):
+        model(torch.randn(ROWS, WIDTH))
+    for _ in range(2):
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert [bool(line.swaps) for line in lines(handle, "silu")] == [True] * 3
+
+
+def test_an_unmatched_pattern_leaves_no_mode_behind() -> None:
+    model = Stack(gated, 2)
+    apply(model, Policy((swap("sillu"),) * 2))
+    with pytest.raises(UnmatchedError):
+        model(torch.randn(ROWS, WIDTH))
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_the_input_of_layers_that_are_all_recomputed_is_swapped() -> None:
+    expected = train(gated, None)
+    found = train(gated, LayerPolicy(Recompute(), boundary=Swap(1)))
+    assert same(expected.values, found.values)
+    assert [line.swaps for line in lines(found.attached, "input")] == [2, 3, 3]
+
+
+def test_a_pattern_is_checked_where_all_layers_are_recomputed() -> None:
+    model = Stack(gated, 2)
+    apply(model, Policy((LayerPolicy(Recompute(), (Rule(Pattern("sillu"), Swap(1)),)),) * 2))
+    with pytest.raises(UnmatchedError, match="silu"):
+        model(torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("policy", [swap("silu", prefetch=1000), swap("silu"), swap("down"), LayerPolicy(Swap(1000))])
+def test_a_graph_that_is_never_run_ends_though_operators_save_their_own_outputs(policy: LayerPolicy) -> None:
+    """The first run, in which layers are learnt, as well as the later ones."""
+    torch.manual_seed(0)
+    model = Stack(gated, 3).to("tide")
+    apply(model, Policy((policy,) * 3), limits=Limits(minimum_bytes=1))
+    x = torch.randn(ROWS, WIDTH, device="tide")
+    before = torch.accelerator.memory_allocated()
+    for _ in range(3):
+        model(x).sum()
+        gc.collect()
+        assert torch.accelerator.memory_allocated() == before
