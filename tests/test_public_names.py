@@ -57,6 +57,7 @@ COMMANDS = {
         "FILE",
     ],
     "convert": ["--json", "--output", "--set", "--to", "-o", "FILE"],
+    "selftest": ["--device", "--json", "--output", "--small", "-o"],
     "operators": ["--autocast", "--batch", "--json", "--layers", "--sequence", "MODEL"],
     "schema": ["--json", "--output", "-o"],
 }
