@@ -103,7 +103,7 @@ def test_nothing_silent_about_decisions_that_are_not_carried_out() -> None:
 
 
 def test_free_when_unused() -> None:
-    """A kept layer has no hook, no mode and no wrapper; nor has one whose neighbours are decided, once they are known."""
+    """A kept layer has no hook, no mode and no wrapper; nor has one between decided ones, once they are known."""
     model = Stack(gated, 3)
     before = snapshot(model)
     apply(model, Policy((LayerPolicy(),) * 3))
@@ -118,15 +118,25 @@ def test_free_when_unused() -> None:
     assert snapshot(model) == before
 
 
-def test_free_when_unused_saves_what_it_would_save_alone() -> None:
-    def packs(policy: LayerPolicy | None) -> int:
-        model = Stack(gated, 3)
-        if policy is not None:
-            apply(model, Policy((policy,) * 3))
-        model(batch())
-        return len(torch.overrides._get_current_function_mode_stack())
+def test_free_when_unused_stands_between_nobody_and_autograd() -> None:
+    """Hooks around the model see every tensor that is saved: no hooks of a layer's own are inside them."""
 
-    assert packs(LayerPolicy()) == packs(None) == 0
+    def seen(policy: LayerPolicy | None) -> int:
+        model, count = Stack(gated, 3), 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return tensor.detach()
+
+        if policy is not None:
+            apply(model, Policy((policy,) * 3), limits=ANY)
+            model(batch()).sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(batch())
+        return count
+
+    assert seen(LayerPolicy()) == seen(None) > seen(swap("silu"))
 
 
 # 4. Reversible
