@@ -15,7 +15,7 @@ from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.ledger import Line
 from lowtide.runtime.limits import Limits
 
-__all__ = ["Body", "Layer", "Stack", "Trained", "gated", "lines", "recompute", "same", "swap", "train"]
+__all__ = ["Body", "Layer", "Stack", "Trained", "gated", "lines", "recompute", "same", "step", "swap", "train"]
 
 Body: TypeAlias = Callable[[Any, Tensor], Tensor]
 ROWS, WIDTH = 32, 32
@@ -104,14 +104,15 @@ def train(
     for number, batch in enumerate(batches):
         torch.manual_seed(100 + number)
         if around is None:
-            trained.values += _step(model, batch, backward)
+            trained.values += step(model, batch, backward)
         else:
             with around(number):
-                trained.values += _step(model, batch, backward)
+                trained.values += step(model, batch, backward)
     return trained
 
 
-def _step(model: Stack, batch: Tensor, backward: Callable[[Tensor], None]) -> list[Tensor]:
+def step(model: Stack, batch: Tensor, backward: Callable[[Tensor], None]) -> list[Tensor]:
+    """One step of training: the loss and every gradient."""
     model.zero_grad()
     loss = model(batch).square().mean()
     backward(loss)

@@ -132,27 +132,31 @@ def test_a_stream_is_what_it_was_after_copies_on_several_threads(manager: SwapMa
     link = Link(torch.device("tide", 0), manager.pinned_pool, manager.ledger)
     transfer = link.transfer
     assert transfer is not None
-    slow = threading.Event()
+    inside, done = threading.Event(), threading.Event()
 
     class Slow(torch.Tensor):
-        """Stays inside its copy until it is told to go on."""
+        """Its copy begins while the other thread's is under way, and ends first."""
 
         def copy_(self, *args: Any, **kwargs: Any) -> Any:
-            slow.wait(0.2)
+            thread.start()
+            inside.wait(0.2)
             return self
 
-    stream = transfer.computation()
-    slow_target = torch.empty(4).as_subclass(Slow)
-    thread = threading.Thread(target=transfer.copy_out, args=(torch.ones(4, device="tide"), slow_target, None))
+    class Slower(torch.Tensor):
+        def copy_(self, *args: Any, **kwargs: Any) -> Any:
+            inside.set()
+            done.wait(0.2)
+            return self
+
+    source = torch.ones(4, device="tide")
+    target = torch.empty(4).as_subclass(Slower)
+    thread = threading.Thread(target=transfer.copy_back, args=(source, target, None))
     side = torch.Stream("tide")
     with side:
-        thread.start()
-        time.sleep(0.05)
-        transfer.copy_out(torch.ones(4, device="tide"), torch.empty(4), None)
-        slow.set()
+        transfer.copy_back(source, torch.empty(4).as_subclass(Slow), None)
+        done.set()
         thread.join()
         assert transfer.computation() == side
-    assert transfer.computation() == stream
 
 
 # Lifetime
@@ -228,12 +232,10 @@ def test_what_came_back_goes_at_the_end_of_the_graph_task(slow_link: None) -> No
     loss = model(x).sum()
     torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     gc.collect()
+    time.sleep(0.05)  # the engine's thread lets go of what it held when it gets to it
     before = held()
     torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    assert held() == before
-    small = held() - ROWS * WIDTH * 4  # what all layers save is more than this
-    del loss
-    assert held() >= small
+    wait_until(lambda: held() == before)
 
 
 def test_what_is_still_on_the_device_is_handed_back() -> None:

@@ -220,6 +220,7 @@ VIEWS = {
     "few rows": lambda x: x[7:9],
     "no rows of few columns": lambda x: x[4:4, :7],
     "stride nought": lambda x: x[:, :1].expand(-1, 40),
+    "stride nought of few": lambda x: x[:2, :1].expand(-1, 40),
     "stride nought in front": lambda x: x[None].expand(3, -1, -1),
     "overlapping": lambda x: x.as_strided((20, 8), (2, 1), 3),
     "another dtype": lambda x: x.view(torch.bfloat16)[:, 1:],

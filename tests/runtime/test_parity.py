@@ -1,0 +1,36 @@
+"""Random Policies on tiny models: bitwise the run without lowtide, no race, nothing left. The benchmark has more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tide.testing import fresh_tide  # noqa: F401
+
+from lowtide.policy import Policy
+from parity_cases import GRID, case, run_case
+
+# Other cases than the benchmark's; every model, setting and device once, and some twice.
+FIRST = 1_000_000 - 1_000_000 % len(GRID)
+
+
+@pytest.mark.parametrize("number", range(FIRST, FIRST + 40))
+def test_a_random_policy_changes_no_bit_and_leaves_nothing(number: int) -> None:
+    torch.set_num_threads(1)
+    outcome = run_case(case(number))
+    assert outcome.exact, str(outcome)
+
+
+def test_random_policies_do_something() -> None:
+    outcomes = [run_case(case(FIRST + number)) for number in (2, 3, 12, 15)]
+    assert sum(outcome.swaps for outcome in outcomes)
+    assert sum(outcome.recomputes for outcome in outcomes)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**9))
+def test_a_case_is_its_number_and_its_policy_survives_json(number: int) -> None:
+    chosen = case(number)
+    assert chosen == case(number)
+    assert Policy.from_json(chosen.policy.to_json()) == chosen.policy
