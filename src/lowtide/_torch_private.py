@@ -128,10 +128,8 @@ def is_collective(function: Any) -> bool:
     return function.__name__.split(".")[0] not in ("wait_tensor", "_wrap_tensor_autograd")
 
 
-def finish_collective(function: Any, result: Any) -> Any:
-    """What ``function`` gave, waited for if it is a collective."""
-    if not is_collective(function):
-        return result
+def finish_collective(result: Any) -> Any:
+    """What a functional collective gave, waited for."""
     wait = torch.ops._c10d_functional.wait_tensor
     return tree_map(lambda value: wait(value) if isinstance(value, Tensor) else value, result)
 

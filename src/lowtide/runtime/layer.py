@@ -281,8 +281,15 @@ class _Recomputing(Run):
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd saves in place of ``tensor``."""
+        # As in Run, and not by calling it: this is done for every tensor that is saved.
+        number = self.number
+        self.number = number + 1
         self.place += 1
-        return Run.pack(self, tensor)
+        try:
+            action = self.actions[number]
+        except IndexError:
+            return without_graph(tensor)
+        return tensor if action is None else self.act(tensor, action)
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
@@ -294,9 +301,10 @@ class _Recomputing(Run):
             output = function(*args, **kwargs)
             if self.open is not None:
                 with DisableTorchFunction():
-                    # A collective counts its result's version up while it is under way, on a thread of its own: what is
-                    # found by that count, and so which collectives are repeated, must be the same on every rank.
-                    output = finish_collective(function, output)
+                    if self.open.collective:
+                        # A collective counts its result's version up while it is under way, on a thread of its own:
+                        # what is found by that count, and so what is repeated, must be the same on every rank.
+                        output = finish_collective(output)
                     self.registry.add(self.open, output, self.given)
             return output
         finally:
@@ -305,7 +313,10 @@ class _Recomputing(Run):
     def _begin(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         program, registry = self.program, self.registry
         self.name, self.place = name, 0
-        self.given = given = tensors_of((args, kwargs))
+        given = [value for value in args if isinstance(value, Tensor)]
+        if kwargs or len(given) < len(args):
+            given = tensors_of((args, kwargs))
+        self.given = given
         line = program.recomputed.get(name)
         # What only casts belongs to what it was given, so it is rebuilt if that is.
         if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
@@ -313,6 +324,7 @@ class _Recomputing(Run):
         if line is not None:
             device = given[0].device if given else torch.device("cpu")
             self.open = call = CapturedCall(function, device, line, self.manager.ledger)
+            call.collective = name in program.collectives
             call.hold(args, kwargs, registry)
             if name in program.random:
                 call.random = RandomState(given)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowtide._torch_private import is_collective
 from lowtide.operators.calls import Site
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.observe import Pack
@@ -64,6 +65,8 @@ class LayerProgram(NamedTuple):
     """All operators; a call that is none of them only views or casts."""
     random: frozenset[str]
     """The operators that draw random numbers."""
+    collectives: frozenset[str]
+    """The operators that are collectives."""
     due: frozenset[int]
     """How many operators after the layer's first something is due: memory to let go, or a copy back to start. Some of
     it lies in the layers that follow."""
@@ -130,6 +133,7 @@ def compile_layer(
         _sites(kind, recomputed),
         frozenset(facts),
         frozenset(name for name, operator in facts.items() if operator.random),
+        frozenset(call.name for call in kind.calls if is_collective(call.site.function)),
         frozenset(due),
     )
 

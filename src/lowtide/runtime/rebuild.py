@@ -150,8 +150,8 @@ class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
     __slots__ = (
-        "args", "autocast", "device", "function", "insides", "kwargs", "ledger", "line", "outputs", "pending", "random",
-        "wanted", "wanted_insides",
+        "args", "autocast", "collective", "device", "function", "insides", "kwargs", "ledger", "line", "outputs",
+        "pending", "random", "wanted", "wanted_insides",
     )  # fmt: skip
 
     def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger) -> None:
@@ -160,6 +160,7 @@ class CapturedCall:
         self.kwargs: dict[str, Any] = {}
         self.autocast = autocast_state()
         self.random: RandomState | None = None
+        self.collective = False
         self.pending = 0
         self.wanted: list[int] = []
         self.wanted_insides: list[int] = []
@@ -224,9 +225,11 @@ class CapturedCall:
                 with ExitStack() as stack:
                     for context in contexts:
                         stack.enter_context(context)
-                    result = finish_collective(self.function, self.function(*args, **kwargs))
+                    result = self.function(*args, **kwargs)
             else:
-                result = finish_collective(self.function, self.function(*args, **kwargs))
+                result = self.function(*args, **kwargs)
+            if self.collective:
+                result = finish_collective(result)
         finally:
             set_grad_enabled(before)
         self.ledger.end(self.line, self.device, begin)
@@ -267,11 +270,13 @@ class Registry:
 
     def add(self, call: CapturedCall, output: Any, given: list[Tensor]) -> None:
         """Remember what ``call`` produced; an output that is one of its inputs, or a view of one, is no product."""
-        for index, tensor in enumerate([output] if type(output) is Tensor else tensors_of(output)):
+        for index, tensor in enumerate((output,) if type(output) is Tensor else tensors_of(output)):
             base = tensor._base
-            if any(tensor is one or (base is not None and (base is one or base is one._base)) for one in given):
-                continue
-            self.entries[id(tensor)] = (weakref.ref(tensor), call, index, version_of(tensor))
+            for one in given:
+                if tensor is one or (base is not None and (base is one or base is one._base)):
+                    break
+            else:
+                self.entries[id(tensor)] = (weakref.ref(tensor), call, index, version_of(tensor))
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
