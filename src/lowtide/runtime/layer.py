@@ -173,7 +173,9 @@ class _Run:
             action = self.actions[number]
         except IndexError:  # more than was learnt
             return tensor.detach()
-        return tensor if action is None else self.act(tensor, action)
+        if action is None:
+            return tensor
+        return tensor.detach() if action.detached else self.act(tensor, action)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         """Do what was decided."""

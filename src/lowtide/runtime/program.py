@@ -38,6 +38,8 @@ class Action(NamedTuple):
     """Whether it is a cast of the owner's value."""
     output: bool
     """Whether the node that saves it made it. See [Note: lifetime]."""
+    detached: bool
+    """Whether to hold it apart from that node is all there is to do."""
     dtype: torch.dtype
     rank: int
     line: Line
@@ -116,9 +118,21 @@ def compile_layer(
         alone = final and first[pack.storage] == number and not recomputed
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
-        rank = len(pack.shape)
         actions.append(
-            Action(decision, position, owner, final, alone, plain, pack.cast, pack.output, pack.dtype, rank, line)
+            Action(
+                decision,
+                position,
+                owner,
+                final,
+                alone,
+                plain,
+                pack.cast,
+                pack.output,
+                isinstance(decision, Keep) and not reached,
+                pack.dtype,
+                len(pack.shape),
+                line,
+            )
         )
     return LayerProgram(
         index,
