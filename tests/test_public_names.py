@@ -18,6 +18,7 @@ NAMES = [
     "Handle",
     "Keep",
     "LayerPolicy",
+    "Limits",
     "LowtideError",
     "ModelError",
     "Operator",
@@ -26,15 +27,20 @@ NAMES = [
     "Policy",
     "PolicyError",
     "RebuildError",
+    "Receipt",
     "Recompute",
     "Resolution",
     "Rule",
     "Swap",
+    "SwapError",
     "UnitError",
     "UnmatchedError",
+    "Verification",
+    "VerificationError",
     "apply",
     "load_policy",
     "resolve",
+    "verify",
 ]
 
 COMMANDS = {
@@ -51,6 +57,7 @@ COMMANDS = {
         "FILE",
     ],
     "convert": ["--json", "--output", "--set", "--to", "-o", "FILE"],
+    "selftest": ["--device", "--json", "--output", "--small", "-o"],
     "operators": ["--autocast", "--batch", "--json", "--layers", "--sequence", "MODEL"],
     "schema": ["--json", "--output", "-o"],
 }

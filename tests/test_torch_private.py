@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+import torch.distributed as dist
 
 from lowtide._torch_private import (
     FakeTensorMode,
@@ -15,15 +16,23 @@ from lowtide._torch_private import (
     at_end_of_backward,
     autocast_contexts,
     autocast_state,
+    compiled_call,
     current_backward,
     inner_tensor,
-    is_own_output,
+    is_collective,
+    is_compiled,
+    landed_tensor,
+    set_grad_enabled,
     storage_bytes,
     storage_key,
+    subclass_wrapper,
     taken_apart,
     tree_leaves,
     tree_map,
+    under_compilation,
+    version_of,
     weak_storage,
+    without_graph,
     written_arguments,
 )
 
@@ -74,25 +83,83 @@ def test_a_dispatch_mode_sees_kernels_with_their_schemas() -> None:
     assert seen[0][1][0] is tensor
 
 
-def test_a_distributed_tensor_is_known_by_its_local_part_and_can_be_taken_apart() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        local = torch.arange(6.0).view(2, 3)
-        tensor = DTensor.from_local(local, mesh, [Replicate()])
-        assert inner_tensor(tensor) is tensor._local_tensor
-        assert storage_key(tensor) == storage_key(local)
-        assert storage_bytes(tensor) == 24
-        assert not weak_storage(tensor).expired()
-        parts = taken_apart(tensor)
-        assert parts is not None
-        again = parts.rebuilt({name: part.clone() for name, part in parts.tensors.items()})
-        assert isinstance(again, DTensor)
-        assert torch.equal(again.to_local(), local)
-        assert again.placements == tensor.placements
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_is_taken_apart_and_put_together(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = torch.ones(2, 3)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)])
+    parts = taken_apart(tensor)
+    assert parts is not None
+    assert list(parts.tensors) == ["_local_tensor"]  # the mesh is none
+    again = parts.rebuilt({"_local_tensor": local})
+    wrap = subclass_wrapper(tensor)
+    assert wrap is not None
+    for found in (again, wrap(local)):
+        assert isinstance(found, DTensor)
+        assert (found.shape, found.placements) == (tensor.shape, tensor.placements)
+    assert storage_key(tensor) == storage_key(landed_tensor(tensor)) == storage_key(local)
+    assert inner_tensor(tensor) is tensor._local_tensor
+    assert storage_bytes(tensor) == 24
+    assert not weak_storage(tensor).expired()
+    assert subclass_wrapper(local) is None
     assert taken_apart(local) is None
+
+
+def test_a_write_to_a_dtensor_is_counted(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) != before
+
+
+def test_functional_collectives_are_known_by_their_namespace() -> None:
+    space = torch.ops._c10d_functional
+    assert is_collective(space.all_gather_into_tensor)
+    assert is_collective(space.all_reduce.default)
+    assert not is_collective(space.wait_tensor)
+    assert not is_collective(torch.cat)
+
+
+def test_compiled_modules_are_known_and_so_is_code_that_runs_in_them() -> None:
+    seen: list[bool] = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            seen.append(under_compilation())
+            return x + 1
+
+    module = Module()
+    assert not is_compiled(module)
+    module(torch.ones(1))
+    outside = torch.compile(module, backend="eager")
+    assert is_compiled(outside)
+    assert compiled_call(outside) == "forward"
+    outside(torch.ones(1))
+    module.compile(backend="eager")
+    assert is_compiled(module)
+    assert compiled_call(module) == "_compiled_call_impl"
+    assert seen[0] is False
+    assert seen[1] is True
+
+
+def test_a_node_that_saves_its_output_without_the_graph_does_not_hold_itself() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(without_graph, lambda tensor: tensor):
+        output = torch.ones(3, requires_grad=True).exp()
+    reference = StorageWeakRef(output.untyped_storage())
+    del output
+    assert reference.expired()
 
 
 def test_a_callback_runs_at_the_end_of_the_backward_that_queued_it() -> None:
@@ -131,14 +198,8 @@ def test_nested_values_can_be_mapped() -> None:
     assert tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
 
 
-def test_a_node_that_saves_its_own_output_is_told_from_others() -> None:
-    found: list[bool] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        found.append(is_own_output(tensor))
-        return tensor.detach()
-
-    x = torch.ones(2, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        x.sin().sigmoid().cos()
-    assert found == [False, True, False]
+def test_gradients_can_be_turned_on_and_off() -> None:
+    set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    set_grad_enabled(True)
+    assert torch.is_grad_enabled()

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
         PatternError,
         PolicyError,
         RebuildError,
+        SwapError,
         UnitError,
         UnmatchedError,
+        VerificationError,
     )
     from lowtide.policy import (
         Catalogue,
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
         resolve,
     )
     from lowtide.runtime.apply import Handle, apply
+    from lowtide.runtime.limits import Limits
+    from lowtide.runtime.receipt import Receipt
+    from lowtide.runtime.verify import Verification, verify
 
 __version__ = "0.1.0.dev0"
 
@@ -47,6 +52,7 @@ __all__ = [
     "Handle",
     "Keep",
     "LayerPolicy",
+    "Limits",
     "LowtideError",
     "ModelError",
     "Operator",
@@ -55,22 +61,31 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RebuildError",
+    "Receipt",
     "Recompute",
     "Resolution",
     "Rule",
     "Swap",
+    "SwapError",
     "UnitError",
     "UnmatchedError",
+    "Verification",
+    "VerificationError",
     "apply",
     "load_policy",
     "resolve",
+    "verify",
 ]
 
 
 _MODULES = {
     "Handle": "lowtide.runtime.apply",
+    "Limits": "lowtide.runtime.limits",
+    "Receipt": "lowtide.runtime.receipt",
+    "Verification": "lowtide.runtime.verify",
     "apply": "lowtide.runtime.apply",
     "load_policy": "lowtide.config.check",
+    "verify": "lowtide.runtime.verify",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
+from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,15 +29,25 @@ __all__ = [
     "at_end_of_backward",
     "autocast_contexts",
     "autocast_state",
+    "compiled_call",
     "current_backward",
+    "finish_collective",
     "inner_tensor",
+    "is_collective",
+    "is_compiled",
     "is_own_output",
+    "landed_tensor",
+    "set_grad_enabled",
     "storage_bytes",
     "storage_key",
+    "subclass_wrapper",
     "taken_apart",
     "tree_leaves",
     "tree_map",
+    "under_compilation",
+    "version_of",
     "weak_storage",
+    "without_graph",
     "written_arguments",
 ]
 
@@ -70,14 +83,88 @@ class Subclass(NamedTuple):
 
 
 def taken_apart(tensor: Tensor) -> Subclass | None:
-    """A subclass in its parts; None for a tensor that has none."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    """A subclass in its parts; None for a tensor that has none.
+
+    The result of a collective that may still be under way is waited for.
+    """
+    if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         return None
+    if hasattr(tensor, "trigger_wait"):
+        tensor.trigger_wait()
     names, context = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
     tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     rest = {name: part for name, part in parts.items() if name not in tensors}
     return Subclass(type(tensor), tensors, rest, context, tensor.shape, tensor.stride())
+
+
+def landed_tensor(tensor: Tensor) -> Tensor:
+    """As :func:`inner_tensor`, for use at once: what a collective is still bringing is waited for."""
+    while (whole := taken_apart(tensor)) is not None and whole.tensors:
+        tensor = next(iter(whole.tensors.values()))
+    return tensor
+
+
+def subclass_wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Makes of a plain tensor what ``tensor`` makes of the one that it holds; None if it is plain itself."""
+    whole = taken_apart(tensor)
+    if whole is None or len(whole.tensors) != 1:
+        return None
+    ((name, part),) = whole.tensors.items()
+    below = subclass_wrapper(part)
+    frame = whole._replace(tensors={})  # the wrapper must not hold the bytes
+    return lambda plain: frame.rebuilt({name: plain if below is None else below(plain)})
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, counted where a subclass counts and where its plain tensor does."""
+    return tensor._version if type(tensor) in PLAIN else tensor._version + inner_tensor(tensor)._version
+
+
+def is_collective(function: Any) -> bool:
+    """Whether a torch function is one of the functional collectives, which give back what is still under way."""
+    if not str(getattr(function, "__module__", "")).startswith("torch._ops._c10d_functional"):
+        return False
+    return function.__name__.split(".")[0] not in ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def finish_collective(function: Any, result: Any) -> Any:
+    """What ``function`` gave, waited for if it is a collective."""
+    if not is_collective(function):
+        return result
+    wait = torch.ops._c10d_functional.wait_tensor
+    return tree_map(lambda value: wait(value) if isinstance(value, Tensor) else value, result)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` was asked for this very module, from outside or in place."""
+    return _from_outside(module) or module._compiled_call_impl is not None
+
+
+def compiled_call(module: torch.nn.Module) -> str:
+    """The attribute that holds what runs outside the compiled function of a module."""
+    in_place = not _from_outside(module) and module._compiled_call_impl is not None
+    return "_compiled_call_impl" if in_place else "forward"
+
+
+def _from_outside(module: torch.nn.Module) -> bool:
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def under_compilation() -> bool:
+    """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """The tensor without the graph that made it, unseen by function modes.
+
+    A node that saves its own output through hooks must not hold the output itself: the output holds the node, and if
+    the graph is dropped instead of being run, nothing finds that circle.
+    """
+    with DisableTorchFunction():
+        return tensor.detach()
 
 
 def current_backward() -> int:
@@ -126,13 +213,17 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 AutocastState: TypeAlias = tuple[tuple[str, torch.dtype | None], ...]
-"""For each kind of device what autocast casts to; None where it is off."""
+"""For each kind of device what autocast casts to, None where it is off; empty if it is off everywhere."""
 
 
 def autocast_state() -> AutocastState:
     """How autocast is set now."""
-    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    return tuple([(kind, dtype(kind) if enabled(kind) else None) for kind in _device_kinds()])
+    kinds = _device_kinds()
+    for kind in kinds:
+        if torch.is_autocast_enabled(kind):
+            enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+            return tuple((kind, dtype(kind) if enabled(kind) else None) for kind in kinds)
+    return ()
 
 
 def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]]:
@@ -140,10 +231,11 @@ def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]
     now = autocast_state()
     if now == state:
         return []
+    was, current = dict(state), dict(now)
     return [
-        torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
-        for (kind, dtype), setting in zip(state, now, strict=True)
-        if (kind, dtype) != setting
+        torch.autocast(kind, dtype=was.get(kind), enabled=was.get(kind) is not None)
+        for kind in _device_kinds()
+        if was.get(kind) != current.get(kind)
     ]
 
 

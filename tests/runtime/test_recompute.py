@@ -98,6 +98,11 @@ def with_a_permutation(self: Any, x: Tensor) -> Tensor:
     return x + self.down(shuffled.tanh())[order]
 
 
+def with_complex_views(self: Any, x: Tensor) -> Tensor:
+    turned = torch.view_as_complex(torch.sin(self.up(x)).unflatten(-1, (-1, 2)))
+    return x + self.down(torch.view_as_real(turned * turned).flatten(-2))
+
+
 class Opaque(torch.autograd.Function):
     """Fills its output behind the dispatcher, as a hand-written kernel does."""
 
@@ -133,6 +138,7 @@ BODIES = [
     with_a_write_in_place,
     with_views_and_pieces,
     with_a_permutation,
+    with_complex_views,
 ]
 
 

@@ -8,6 +8,7 @@ from lowtide.cli.check import check
 from lowtide.cli.convert import convert
 from lowtide.cli.operators import operators
 from lowtide.cli.schema import schema
+from lowtide.cli.selftest import selftest
 
 __all__ = ["app"]
 
@@ -24,6 +25,7 @@ app.command()(check)
 app.command()(convert)
 app.command()(operators)
 app.command()(schema)
+app.command()(selftest)
 
 
 def _version(value: bool) -> None:

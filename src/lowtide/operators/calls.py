@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide._torch_private import tree_leaves, tree_map
+from lowtide.operators.wrappers import Function, Wrappers
 
 __all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors_of"]
 
@@ -37,12 +39,15 @@ class CallListener(Protocol):
     def call_ends(self, output: Any) -> None:
         """The operator has run."""
 
-    def layer_ends(self) -> None:
+    def layer_ends(self, *, completed: bool) -> None:
         """The layer has run, or raised."""
 
 
 class CallTracker:
-    """Hooks on a layer's modules, and a function mode while it runs, that tell a listener about every operator.
+    """Follows a layer's modules, with a function mode while it runs, and tells a listener about every operator.
+
+    It stands in each module's ``forward``, where decisions are carried out later as well: inside the module's own
+    hooks, such as those that gather sharded parameters or redistribute inputs.
 
     A leaf module's call is one operator, whatever it calls inside. A torch function called directly in the forward of
     another module is one too, named after the innermost module. The second call of a name is ``name_1``.
@@ -57,28 +62,35 @@ class CallTracker:
         self.turns: list[dict[Any, int]] = []
         self.counts: dict[str, int] = {}
         self.running: object = None
-        self.complete = False
-        """Whether the layer's last run came to its end; a layer that raises gives nothing."""
         self.mode: _Functions | None = None
-        self.handles: list[Any] = []
+        self.wrappers = Wrappers()
 
     def attach(self) -> None:
         """Start to follow the layer."""
         for module in self.paths:
-            first = module is self.layer
-            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=first))
-            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+            self.wrappers.wrap(module, partial(self._follow, module))
 
     def detach(self) -> None:
         """Leave the layer as it was."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+        self.wrappers.remove()
+
+    def _follow(self, module: nn.Module, forward: Function) -> Function:
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if not self.stack and module is not self.layer:
+                return forward(*args, **kwargs)  # called from outside the layer
+            self._enter(module, args, kwargs)
+            output, completed = None, False
+            try:
+                output = forward(*args, **kwargs)
+                completed = True
+                return output
+            finally:
+                self._leave(module, output, completed)
+
+        return followed
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.stack:
-            if module is not self.layer:
-                return  # called from outside the layer
             self.counts.clear()
             self.mode = _Functions(self)
             self.mode.__enter__()
@@ -89,22 +101,17 @@ class CallTracker:
             self.running = module
             self.listener.call_begins(self._number(self.paths[module]), Site(self.names[module]), args, kwargs)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self.stack:
-            return
+    def _leave(self, module: nn.Module, output: Any, completed: bool) -> None:
         if self.running is module:
             self.running = None
             self.listener.call_ends(output)
         self.stack.pop()
         self.turns.pop()
         if not self.stack:
-            self.complete = output is not None
             assert self.mode is not None
-            try:
-                self.listener.layer_ends()
-            finally:
-                self.mode.__exit__(None, None, None)
-                self.mode = None
+            self.mode.__exit__(None, None, None)
+            self.mode = None
+            self.listener.layer_ends(completed=completed)
 
     def _number(self, name: str) -> str:
         count = self.counts.get(name, 0)

@@ -6,7 +6,7 @@ and dtype casts. What is derived from parameters alone is static; what comes int
 or, if it is not the layer's own input, to the root.
 
 [Note: how owners are found]
-Three watchers run together. Hooks on the layer's modules and a TorchFunctionMode say which operator is running. A
+Three watchers run together. Wrappers of the modules' forwards and a TorchFunctionMode say which operator is running. A
 TorchDispatchMode below them sees every kernel and notes, for each storage, who wrote it last: a new storage by the
 kernel that made it, an old one by the kernel whose schema says that it writes there. A view shares its storage and
 needs no entry. A cast makes a new storage, but the value is its input's: the entry is copied. Factories such as
@@ -30,6 +30,7 @@ from lowtide._torch_private import (
     storage_bytes,
     storage_key,
     weak_storage,
+    without_graph,
     written_arguments,
 )
 from lowtide.operators.calls import CallTracker, Site, tensors_of
@@ -164,7 +165,7 @@ class Watcher:
         for context in self.contexts:
             context.__enter__()
 
-    def layer_ends(self) -> None:
+    def layer_ends(self, *, completed: bool = True) -> None:
         self.pause()
 
     def pause(self) -> None:
@@ -242,7 +243,7 @@ class Watcher:
         )
         if self.saved is not None:
             self.saved(tensor, origin.source)
-        return tensor.detach() if output else tensor
+        return without_graph(tensor)
 
 
 class _OpenCall:

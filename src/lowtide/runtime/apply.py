@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from lowtide._torch_private import compiled_call
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
-from lowtide.runtime.intercept import Wrappers
-from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input
-from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
+from lowtide.runtime.compiled import CompiledLayer, has_compiled
+from lowtide.runtime.intercept import Function, Wrappers
+from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
+from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.program import BOUNDARY, LayerProgram, compile_layer
+from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
+from lowtide.runtime.receipt import Receipt, write_receipt
+from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "apply"]
 
 
-def apply(model: nn.Module, policy: Policy, *, layers: str | None = None, limits: Limits | None = None) -> Handle:
+def apply(
+    model: nn.Module, policy: Policy, *, layers: str | None = None, limits: Limits | None = None, verify: bool = False
+) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
     The operators of a class of layers are learnt while its first layer runs for the first time; that layer keeps
     everything in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
 
-    ``handle = lowtide.apply(model, policy)``; ``handle.remove()`` leaves the model as it was.
+    ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
+    caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
+    is slow.
+
+    ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
+    model as it was.
     """
     found = find_layers(model, layers)
     if len(found.modules) != len(policy.layers):
@@ -40,26 +52,29 @@ def apply(model: nn.Module, policy: Policy, *, layers: str | None = None, limits
         )
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
-    return Handle(found, policy, limits or Limits())
+    warn_of_idle_settings(policy)
+    return Handle(found, policy, limits or Limits(), verify=verify)
 
 
 class Handle:
     """A Policy at work on a model."""
 
-    def __init__(self, layers: Layers, policy: Policy, limits: Limits) -> None:
-        self.layers, self.policy = layers, policy
+    def __init__(self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False) -> None:
+        self.layers, self.policy, self.verify = layers, policy, verify
         self.kinds: dict[type[nn.Module], LayerKind] = {}
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
-        self.learning: set[type[nn.Module]] = set()
-        """The classes of layers that have to be known."""
-        if any(settings.rules or settings.boundary != Keep() or _by_operator(settings) for settings in policy.layers):
-            # Of a layer that is recomputed as a whole less is seen: it is asked only where its class has no other.
-            for follower in sorted(self.followers, key=lambda follower: follower.whole):
-                if type(follower.layer) not in self.learning:
-                    self.learning.add(type(follower.layer))
+        self.gathering = [
+            layer.register_forward_pre_hook(GatherAgain(index))
+            for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
+        ]
+        if any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
+            classes = set()
+            for follower in self.followers:
+                if follower.kind_of not in classes and not follower.compiled:
+                    classes.add(follower.kind_of)
                     follower.watch()
 
     @property
@@ -77,19 +92,29 @@ class Handle:
             for name in follower.program.refused
         )
 
+    def receipt(self) -> Receipt:
+        """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
+        more = [f"{name} in layer {index} is kept: its call cannot be repeated" for index, name in self.kept]
+        kinds = [follower.kind or self.kinds.get(follower.kind_of) for follower in self.followers]
+        receipt = write_receipt(self.policy, self.resolution, kinds, self.ledger, more)
+        self.ledger.clear()
+        return receipt
+
     def remove(self) -> None:
         """Leave the model as it was."""
         for follower in self.followers:
             follower.remove()
+        for hook in self.gathering:
+            hook.remove()
         self.manager.close()
 
-    def learnt(self, module: nn.Module, kind: LayerKind) -> None:
+    def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
-        self.kinds[type(module)] = kind
-        complete = self.learning <= set(self.kinds)
+        self.kinds[kind_of] = kind
+        complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
-        catalogue = Catalogue(tuple(catalogues.get(type(layer), kind.catalogue) for layer in self.layers.modules))
+        catalogue = Catalogue(tuple(catalogues.get(one.kind_of, kind.catalogue) for one in self.followers))
         resolution = resolve(self.policy, catalogue, require_match=complete)
         if complete:
             self.resolution = resolution
@@ -102,9 +127,17 @@ class Handle:
             follower.span, follower.resolved = span, resolved
         due: frozenset[int] = frozenset()
         for follower, span in zip(self.followers, spans, strict=True):
-            if type(follower.layer) in self.kinds or follower.whole:
+            if follower.kind_of in self.kinds or follower.compiled:
                 follower.install(due)
             due = frozenset(number - span.count for number in due | follower.due if number > span.count)
+
+    def watch_after(self, frozen: _Follower) -> None:
+        """A layer whose parameters and input need no gradients saves nothing: learn its class from the next one."""
+        if frozen.kind_of in self.kinds:
+            frozen.install()
+            return
+        alike = [one for one in self.followers if one.kind_of == frozen.kind_of and not one.compiled]
+        alike[(alike.index(frozen) + 1) % len(alike)].watch()
 
 
 class _Follower:
@@ -113,6 +146,8 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
+        self.kind_of = type(self.layer)
+        """Its class when the Policy was applied: ``fully_shard`` gives a layer another one."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
         self.wrappers = Wrappers()
@@ -125,8 +160,37 @@ class _Follower:
         self.kind: LayerKind | None = None
         self.noticed = False
         """Whether the layer, though it keeps everything or recomputes it, tells the schedule that it runs."""
+        self.compiled_layer: CompiledLayer | None = None
+        self.compiled = has_compiled(self.layer)
         if self.whole:
-            self.wrappers.wrap(self.layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+            line = handle.ledger.line(index, WHOLE)
+            self.wrappers.wrap(self.layer, lambda forward: self._unless_learning(forward, line))
+        if self.compiled:
+            self._install_compiled()
+
+    def _install_compiled(self) -> None:
+        """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
+        settings, handle = self.settings, self.handle
+        if settings.rules or settings.communication:
+            raise PolicyError(
+                f"layer {self.index} is compiled and its operators cannot be decided one by one ({settings});"
+                " recompute or swap the layer as a whole, or do not compile it"
+            )
+        if isinstance(settings.default, Swap) or settings.boundary != Keep():
+            last = self.index == len(handle.layers.modules) - 1
+            self.compiled_layer = CompiledLayer(
+                self.layer, self.index, settings.default, settings.boundary, handle.manager, last
+            )
+
+    def _unless_learning(self, forward: Function, line: Line) -> Function:
+        """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
+        again = timed_again(forward, self.handle.ledger, line)
+        whole = communicating(forward, again, self.layer, self.index, self.handle.policy)
+
+        def unless_learning(*args: Any, **kwargs: Any) -> Any:
+            return whole(*args, **kwargs) if self.tracker is None else forward(*args, **kwargs)
+
+        return unless_learning
 
     @property
     def due(self) -> frozenset[int]:
@@ -148,26 +212,29 @@ class _Follower:
         handle, span, layer = self.handle, self.span, self.layer
         assert span is not None
         boundary = self.settings.boundary
-        if not self.whole:
-            kind = self.kind or handle.kinds[type(layer)]
-            resolved = self.resolved
-            self.program = compile_layer(self.index, kind, resolved.decisions, resolved.boundary, handle.ledger, due)
+        if not self.whole and not self.compiled:
+            kind = self.kind or handle.kinds[self.kind_of]
+            decisions = repeat_collectives(self.index, kind, self.resolved)
+            self.program = compile_layer(self.index, kind, decisions, self.resolved.boundary, handle.ledger, due)
             if not self.program.idle:
-                self.decided = DecidedLayer(layer, self.program, handle.manager, span)
+                check = LayerCheck(self.index, layer, kind) if handle.verify else None
+                self.decided = DecidedLayer(layer, self.program, handle.manager, span, check)
                 self.decided.changed = self.watch
                 return
         if self.noticed:
             return
-        if isinstance(boundary, Swap) and self.whole:
+        if isinstance(boundary, Swap) and self.whole and not self.compiled:
             line = handle.ledger.line(self.index, BOUNDARY)
             self.wrappers.wrap(layer, lambda forward: swap_input(forward, span, boundary, line, handle.manager))
             self.noticed = True
-        elif due:
-            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span))
+        elif due and self.compiled_layer is None:
+            self.wrappers.wrap(layer, lambda forward: pass_by(forward, span, self.index), compiled_call(layer))
             self.noticed = True
 
     def remove(self) -> None:
         self._undo()
+        if self.compiled_layer is not None:
+            self.compiled_layer.wrappers.remove()
         self.wrappers.remove()
 
     def _undo(self) -> None:
@@ -175,12 +242,13 @@ class _Follower:
             self.tracker.detach()
             self.tracker = None
         if self.decided is not None:
-            self.decided.wrappers.remove()
+            self.decided.remove()
             self.decided = None
 
     # While the layer is learnt, the tracker tells the follower and the follower the watcher.
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compilation(self.index)
         self.watcher = Watcher(self.layer)
         self.watcher.layer_begins(args, kwargs)
 
@@ -192,18 +260,21 @@ class _Follower:
         assert self.watcher is not None
         self.watcher.call_ends(output)
 
-    def layer_ends(self) -> None:
+    def layer_ends(self, *, completed: bool) -> None:
         assert self.watcher is not None
         self.watcher.layer_ends()
         seen, self.watcher = self.watcher.result(), None
-        assert self.tracker is not None
-        if not seen.packs or not self.tracker.complete:  # without gradients, or to the end, there is nothing to learn
+        if not completed or not (seen.packs or torch.is_grad_enabled()):  # without gradients: nothing to learn
             return
+        assert self.tracker is not None
         self.tracker.detach()
         self.tracker = None
+        if not seen.packs:
+            self.handle.watch_after(self)
+            return
         kind = layer_kind(self.layer, seen)
-        if type(self.layer) not in self.handle.kinds:
-            self.handle.learnt(self.layer, kind)
+        if self.kind_of not in self.handle.kinds:
+            self.handle.learnt(self.kind_of, kind)
             return
         self.kind = kind  # it took another way than its class: from now on it has a kind of its own
         policy = Policy((self.settings,), origin=self.handle.policy.origin)

@@ -10,10 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide.operators.calls import Site
+from lowtide.operators.wrappers import Function, Wrappers
 
-__all__ = ["CallRunner", "Wrappers", "intercept"]
-
-Function = Callable[..., Any]
+__all__ = ["CallRunner", "Function", "Wrappers", "intercept"]
 
 
 class CallRunner(Protocol):
@@ -24,27 +23,6 @@ class CallRunner(Protocol):
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``function`` as the operator ``name``."""
-
-
-class Wrappers:
-    """The ``forward`` of modules, replaced; ``remove`` puts back what was there."""
-
-    def __init__(self) -> None:
-        self.before: dict[nn.Module, Function | None] = {}
-
-    def wrap(self, module: nn.Module, make: Callable[[Function], Function]) -> None:
-        """Replace the module's ``forward`` by what ``make`` makes of it."""
-        self.before.setdefault(module, vars(module).get("forward"))
-        module.forward = make(module.forward)
-
-    def remove(self) -> None:
-        """Leave the modules as they were."""
-        for module, forward in self.before.items():
-            if forward is not None:
-                module.forward = forward
-            elif "forward" in vars(module):
-                del module.forward
-        self.before.clear()
 
 
 def intercept(

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import DisableTorchFunction, storage_key
+from lowtide._torch_private import DisableTorchFunction, current_backward, finish_collective, storage_key, without_graph
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Keep, Swap
+from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import Function, Wrappers, intercept
-from lowtide.runtime.ledger import Line
+from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram
-from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, Reference, Registry
+from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, RandomState, Reference, Registry
+from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
 
-__all__ = ["DecidedLayer", "Span", "pass_by", "swap_input"]
+__all__ = ["DecidedLayer", "Run", "Span", "pass_by", "swap_input", "timed_again"]
 
 
 class Span:
@@ -59,10 +61,11 @@ class _Gradient:
         start(self.due)
 
 
-def pass_by(forward: Function, span: Span) -> Function:
+def pass_by(forward: Function, span: Span, index: int) -> Function:
     """A layer that keeps everything, and in which something of another layer is due."""
 
     def passed(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(index)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         first = span.schedule.enter(span.offset)
@@ -73,10 +76,28 @@ def pass_by(forward: Function, span: Span) -> Function:
     return passed
 
 
+def timed_again(forward: Function, ledger: Ledger, line: Line) -> Function:
+    """A layer's forward as torch's own checkpoint repeats it in backward; what that takes is timed."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if current_backward() == -1:
+            return forward(*args, **kwargs)
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+        begin = ledger.begin(device)
+        line.recomputes += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:  # the checkpoint stops it early by an exception
+            ledger.end(line, device, begin)
+
+    return timed
+
+
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
     """A layer that is recomputed as a whole and whose input, all that it holds, is swapped."""
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(line.layer)
         given = tensors_of((args, kwargs))
         if not torch.is_grad_enabled() or not given:
             return forward(*args, **kwargs)
@@ -102,8 +123,10 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
 class DecidedLayer:
     """A layer some of whose operators are recomputed or swapped."""
 
-    def __init__(self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span) -> None:
-        self.program, self.manager, self.span = program, manager, span
+    def __init__(
+        self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span, check: LayerCheck | None = None
+    ) -> None:
+        self.program, self.manager, self.span, self.check = program, manager, span, check
         self.run: _Recomputing | None = None
         self.changed: Callable[[], None] | None = None
         """Called when the layer took another way than its kind."""
@@ -113,17 +136,20 @@ class DecidedLayer:
             self.wrappers.wrap(layer, self._recompute)
         else:
             self.wrappers.wrap(layer, self._swap)
+        if check is not None:
+            check.tracker.attach()  # around ours, so that our hooks are the inner ones
 
     def _swap(self, forward: Function) -> Function:
-        manager, program, span = self.manager, self.program, self.span
+        manager, program, span, check = self.manager, self.program, self.span, self.check
         schedule, offset = manager.schedule, span.offset
 
         def swapping(*args: Any, **kwargs: Any) -> Any:
+            refuse_compilation(program.layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = schedule.enter(offset)
-            run = _Run(program, manager, first)
-            with saved_tensors_hooks(run.pack, unpack):
+            run = Run(program, manager, first)
+            with saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack):
                 output = forward(*args, **kwargs)
             self._leave(run, first, output)
             return output
@@ -132,12 +158,13 @@ class DecidedLayer:
 
     def _recompute(self, forward: Function) -> Function:
         def recomputing(*args: Any, **kwargs: Any) -> Any:
+            refuse_compilation(self.program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = self.span.schedule.enter(self.span.offset)
             run = self.run = _Recomputing(self.program, self.manager, first)
             try:
-                with saved_tensors_hooks(run.pack, unpack):
+                with saved_tensors_hooks(run.pack if self.check is None else self.check.packing(run), unpack):
                     output = forward(*args, **kwargs)
             finally:
                 self.run = None
@@ -147,14 +174,21 @@ class DecidedLayer:
 
         return recomputing
 
-    def _leave(self, run: _Run, first: int, output: Any) -> None:
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+        if self.check is not None:
+            self.check.tracker.detach()
+        self.wrappers.remove()
+
+    def _leave(self, run: Run, first: int, output: Any) -> None:
         self.span.leave(first, output)
         run.departures = None
-        if (run.changed or run.number != len(run.actions)) and self.changed is not None:
+        another = 0 < run.number != len(self.program.actions)  # a frozen layer saves nothing, and did not change
+        if (run.changed or another) and self.changed is not None:
             self.changed()
 
 
-class _Run:
+class Run:
     """One run of a layer. It lives as long as the graph, which holds its ``pack``."""
 
     __slots__ = ("actions", "changed", "departures", "first", "manager", "number")
@@ -171,11 +205,11 @@ class _Run:
         self.number = number + 1
         try:
             action = self.actions[number]
-        except IndexError:  # more than was learnt
-            return tensor.detach()
+        except IndexError:  # more than was learnt, or not what was learnt
+            return without_graph(tensor)
         if action is None:
             return tensor
-        return tensor.detach() if action.detached else self.act(tensor, action)
+        return without_graph(tensor) if action.detached else self.act(tensor, action)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         """Do what was decided."""
@@ -184,7 +218,7 @@ class _Run:
         position = self.first + action.position
         if type(decision) is not Keep:
             if tensor.dtype is not action.dtype or tensor.dim() != action.rank:
-                self.changed = True  # the layer took another way than when it was learnt: keep, and learn again
+                self.change()
             elif type(decision) is Swap:
                 if action.plain and tensor.is_cpu:
                     copied = copy_on_host(tensor, action.line)
@@ -194,7 +228,7 @@ class _Run:
             else:
                 saved = self.rebuilt(tensor, action) or tensor
         if saved is tensor and (action.output or self.changed):
-            saved = tensor.detach()
+            saved = without_graph(tensor)
         schedule = self.manager.schedule
         if schedule.next <= position:
             due = schedule.reach(position)
@@ -202,13 +236,18 @@ class _Run:
                 return Starts(saved, due)
         return saved
 
+    def change(self) -> None:
+        """The layer took another way than when it was learnt: keep everything from here on, and learn it again."""
+        self.changed = True
+        self.actions = ()
+
     def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         """How to rebuild ``tensor``; None if that is not known for certain."""
         return None
 
     def _swapped(self, tensor: Tensor, action: Action, swap: Swap, position: int) -> Tensor | Saved:
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
-            self.changed = True  # parameters never move
+            self.change()  # parameters never move
             return tensor
         departures = self.departures
         if departures is None:
@@ -221,7 +260,7 @@ class _Run:
         return saved
 
 
-class _Recomputing(_Run):
+class _Recomputing(Run):
     """One run of a layer in which calls are captured. ``end`` empties it."""
 
     __slots__ = ("given", "name", "open", "place", "program", "registry", "turns")
@@ -245,7 +284,7 @@ class _Recomputing(_Run):
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd saves in place of ``tensor``."""
         self.place += 1
-        return _Run.pack(self, tensor)
+        return Run.pack(self, tensor)
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
@@ -257,7 +296,10 @@ class _Recomputing(_Run):
             output = function(*args, **kwargs)
             if self.open is not None:
                 with DisableTorchFunction():
-                    self.registry.add(self.open, tensors_of(output), {storage_key(tensor) for tensor in self.given})
+                    # A collective counts its result's version up while it is under way, on a thread of its own: what is
+                    # found by that count, and so which collectives are repeated, must be the same on every rank.
+                    output = finish_collective(function, output)
+                    self.registry.add(self.open, output, self.given)
             return output
         finally:
             self.name, self.open, self.given = "", None, []
@@ -266,26 +308,30 @@ class _Recomputing(_Run):
         program, registry = self.program, self.registry
         self.name, self.place = name, 0
         self.given = given = tensors_of((args, kwargs))
-        # What only casts belongs to what it was given, so it is rebuilt if that is.
         line = program.recomputed.get(name)
+        # What only casts belongs to what it was given, so it is rebuilt if that is.
         if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
             line = self.manager.ledger.line(program.layer, name)
         if line is not None:
-            arguments = registry.capture(args, kwargs)
-            random = name in program.random
-            self.open = CapturedCall(name, function, arguments, given, line, self.manager.ledger, random=random)
+            device = given[0].device if given else torch.device("cpu")
+            self.open = call = CapturedCall(function, device, line, self.manager.ledger)
+            call.hold(args, kwargs, registry)
+            if name in program.random:
+                call.random = RandomState(given)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():
-            return _Run.act(self, tensor, action)
+            return Run.act(self, tensor, action)
 
     def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
         produced = self.registry.find(tensor)
+        if produced is None and (self.open is None or action.owner != self.name) and not action.cast:
+            produced = self.registry.find_by_storage(tensor)
         if produced is not None:
-            produced.call.want("output", produced.output)
+            produced.call.want_output(produced.output)
             return produced
         if self.open is not None and action.owner == self.name:
-            self.open.want("inside", self.place - 1)
+            self.open.want_inside(self.place - 1)
             return Inside(self.open, self.place - 1)
         return self._cast(tensor) if action.cast else None
 
@@ -301,5 +347,5 @@ class _Recomputing(_Run):
                 sources.append(produced)
         if len(sources) != 1:
             return None
-        sources[0].call.want("output", sources[0].output)
+        sources[0].call.want_output(sources[0].output)
         return Cast(sources[0], tensor.dtype, tuple(tensor.shape))

@@ -13,10 +13,12 @@ from lowtide.operators.observe import Pack
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.ledger import Ledger, Line
 
-__all__ = ["BOUNDARY", "Action", "LayerProgram", "compile_layer"]
+__all__ = ["BOUNDARY", "WHOLE", "Action", "LayerProgram", "compile_layer"]
 
 BOUNDARY = "input"
 """What the receipt calls a layer's own input."""
+WHOLE = "the whole layer"
+"""What the receipt calls a layer that is recomputed as a whole."""
 
 
 class Action(NamedTuple):
@@ -118,21 +120,10 @@ def compile_layer(
         alone = final and first[pack.storage] == number and not recomputed
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
+        detached, rank = isinstance(decision, Keep) and not reached, len(pack.shape)
+        cast, output, dtype = pack.cast, pack.output, pack.dtype
         actions.append(
-            Action(
-                decision,
-                position,
-                owner,
-                final,
-                alone,
-                plain,
-                pack.cast,
-                pack.output,
-                isinstance(decision, Keep) and not reached,
-                pack.dtype,
-                len(pack.shape),
-                line,
-            )
+            Action(decision, position, owner, final, alone, plain, cast, output, detached, dtype, rank, line)
         )
     return LayerProgram(
         index,

@@ -13,13 +13,15 @@ When backward asks for one, the call is repeated from its arguments and everythi
 repetition. An argument that another captured call produced is itself a reference, so a chain is rebuilt from its
 start, each call once. A call forgets its results when nothing outstanding needs them.
 
-Values are never guessed: arguments and random state are those of this very call. What a tensor *is* (an output, a
-parameter, something inside) is known from its storage, which is alive while it is being saved, and for casts and
-insides from its place in the layer's learnt list, after comparing operator, dtype and rank.
+Values are never guessed: arguments and random state are those of this very call. That a tensor *is* an output of a
+call is known by identity: it is the very object the call returned, or a view of it, unchanged since. What a call saved
+on its way is known by its place among all that this call saved. Only a cast is recognised, among the arguments of the
+call that saves it, where the layer's learnt list says that a cast is what is saved there.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -31,32 +33,59 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import (
     PLAIN,
-    StorageWeakRef,
     autocast_contexts,
     autocast_state,
+    finish_collective,
+    inner_tensor,
+    landed_tensor,
+    set_grad_enabled,
     storage_key,
-    weak_storage,
+    subclass_wrapper,
+    version_of,
 )
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
 from lowtide.runtime.ledger import Ledger, Line
-from lowtide.runtime.saved import Saved
+from lowtide.runtime.saved import Saved, unpack
 
-__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "Reference", "Registry"]
+__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry"]
+
+Function = Callable[..., Any]
+
+
+class _View(NamedTuple):
+    """How a tensor sees a storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    wrap: Callable[[Tensor], Tensor] | None
+    """Makes a tensor subclass, such as a DTensor, of the plain tensor; None where it was plain."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same view of another storage. A view of a subclass is one of the plain tensor that it holds."""
+        whole = landed_tensor(tensor)
+        if whole.dtype is self.dtype:
+            part = whole.as_strided(self.shape, self.stride, self.offset)
+        else:  # real numbers seen as complex, or the reverse
+            empty = torch.empty(0, dtype=self.dtype, device=whole.device)
+            part = empty.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        return part if self.wrap is None else self.wrap(part)
 
 
 class Produced(NamedTuple):
-    """An output of a captured call, seen through a view."""
+    """An output of a captured call, or a view of one."""
 
     call: CapturedCall
     output: int
-    view: tuple[torch.Size, tuple[int, ...], int] | None
-    """The view's shape, stride and offset; None for the output itself."""
+    view: _View | None
+    """None for the output itself."""
 
     def here(self) -> Tensor:
         """The tensor, rebuilt if it is not there."""
         tensor = self.call.output(self.output)
-        return tensor if self.view is None else tensor.as_strided(*self.view)
+        return tensor if self.view is None else self.view.of(tensor)
 
     def tensor(self) -> Tensor:
         tensor = self.here()
@@ -95,13 +124,14 @@ Reference: TypeAlias = Produced | Inside | Cast
 class _Held:
     """An argument that is held as it is. No tuple: nested values must take it for a leaf."""
 
-    __slots__ = ("away", "requires_grad", "tensor", "version")
+    __slots__ = ("requires_grad", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version, self.requires_grad = tensor._version, tensor.requires_grad
-        self.away: Saved | None = None
-        """Where it is now, if it was swapped after it was captured."""
+        self.tensor: Tensor | Saved = tensor
+        """Itself, or where it is now, if it was swapped after it was captured."""
+        self.version = version_of(tensor)
+        self.requires_grad = False
+        """Whether it was, where it is away; a tensor that is here knows by itself."""
 
 
 class _Referred:
@@ -120,38 +150,49 @@ class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
     __slots__ = (
-        "arguments", "autocast", "device", "function", "insides", "ledger", "line", "name", "outputs", "pending",
-        "random", "wanted", "wants_insides",
+        "args", "autocast", "device", "function", "insides", "kwargs", "ledger", "line", "outputs", "pending", "random",
+        "wanted", "wanted_insides",
     )  # fmt: skip
 
-    def __init__(
-        self, name: str, function: Callable[..., Any], arguments: Any, given: list[Tensor], line: Line, ledger: Ledger,
-        *, random: bool,
-    ) -> None:  # fmt: skip
-        self.name, self.function, self.arguments = name, function, arguments
-        self.line, self.ledger = line, ledger
-        self.device = given[0].device if given else torch.device("cpu")
+    def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger) -> None:
+        self.function, self.device, self.line, self.ledger = function, device, line, ledger
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
         self.autocast = autocast_state()
-        self.random = _RandomState(given) if random else None
+        self.random: RandomState | None = None
         self.pending = 0
-        self.wanted: set[tuple[str, int]] = set()
+        self.wanted: list[int] = []
+        self.wanted_insides: list[int] = []
         self.outputs: dict[int, Tensor] | None = None
         self.insides: dict[int, Tensor] = {}
-        self.wants_insides = False
 
-    def want(self, kind: str, index: int) -> None:
-        """Something outstanding refers to an output or an inside of this call."""
+    def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], registry: Registry) -> None:
+        """Remember the arguments, with references in place of what captured calls produced."""
+        self.args = tuple([mapped(value, registry.hold, PLAIN) for value in args])
+        self.kwargs = mapped(kwargs, registry.hold, PLAIN) if kwargs else kwargs
+
+    def want_output(self, index: int) -> None:
+        """Something outstanding refers to an output."""
         self.pending += 1
-        self.wanted.add((kind, index))
-        self.wants_insides |= kind == "inside"
+        if index not in self.wanted:
+            self.wanted.append(index)
+
+    def want_inside(self, place: int) -> None:
+        """Something outstanding refers to a tensor that the call saves on its way."""
+        self.pending += 1
+        self.wanted_insides.append(place)
 
     def output(self, index: int) -> Tensor:
-        self._rebuild()
+        """An output, rebuilt if it is not there."""
+        if self.outputs is None:
+            self._rebuild()
         assert self.outputs is not None
         return self.outputs[index]
 
     def inside(self, place: int) -> Tensor:
-        self._rebuild()
+        """What the call saves on its way, rebuilt if it is not there."""
+        if self.outputs is None:
+            self._rebuild()
         return self.insides[place]
 
     def release(self) -> None:
@@ -161,13 +202,12 @@ class CapturedCall:
             self.outputs, self.insides = None, {}
 
     def _rebuild(self) -> None:
-        if self.outputs is not None:
-            return
-        args, kwargs = mapped(self.arguments, self._argument, _ARGUMENTS)
+        args = [self._argument(value) if type(value) in _ARGUMENTS else self._nested(value) for value in self.args]
+        kwargs = self._nested(self.kwargs) if self.kwargs else self.kwargs
         begin = self.ledger.begin(self.device)
         contexts = autocast_contexts(self.autocast)
         saved: list[Tensor] = []
-        if self.wants_insides:
+        if self.wanted_insides:
 
             def pack(tensor: Tensor) -> int:
                 # Detached: the graph holds this function, which holds the list, which must not hold the graph.
@@ -177,87 +217,114 @@ class CapturedCall:
             contexts.append(saved_tensors_hooks(pack, _never))
         if self.random is not None:
             contexts.append(self.random.restored())
-        with torch.enable_grad():
+        before = torch.is_grad_enabled()
+        set_grad_enabled(True)  # with gradients, as in forward: a kernel may be chosen by that
+        try:
             if contexts:
                 with ExitStack() as stack:
                     for context in contexts:
                         stack.enter_context(context)
-                    produced = tensors_of(self.function(*args, **kwargs))
+                    result = finish_collective(self.function, self.function(*args, **kwargs))
             else:
-                produced = tensors_of(self.function(*args, **kwargs))
+                result = finish_collective(self.function, self.function(*args, **kwargs))
+        finally:
+            set_grad_enabled(before)
         self.ledger.end(self.line, self.device, begin)
         self.line.recomputes += 1
-        self.outputs = {index: produced[index].detach() for kind, index in self.wanted if kind == "output"}
-        self.insides = {index: saved[index] for kind, index in self.wanted if kind == "inside"}
+        produced = [result] if type(result) is Tensor else tensors_of(result)
+        self.outputs = {index: produced[index].detach() for index in self.wanted}
+        self.insides = {place: saved[place] for place in self.wanted_insides}
+
+    def _nested(self, value: Any) -> Any:
+        return mapped(value, self._argument, _ARGUMENTS)
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, _Held):
-            if value.away is not None:
-                return value.away.tensor().detach().requires_grad_(value.requires_grad)
-            assert value.tensor is not None
-            if value.tensor._version != value.version:
+        if type(value) is _Held:
+            tensor = value.tensor
+            if not isinstance(tensor, Tensor):
+                return unpack(tensor).detach().requires_grad_(value.requires_grad)
+            if version_of(tensor) != value.version:
                 raise RebuildError(
-                    f"{self.name} cannot be recomputed: one of its inputs was changed in place after it ran"
-                    f" (version {value.tensor._version}, expected {value.version}); keep this operator"
+                    f"{self.line.operator} of layer {self.line.layer} cannot be recomputed: one of its inputs was"
+                    f" changed in place after it ran (version {version_of(tensor)}, expected {value.version});"
+                    " keep this operator"
                 )
-            return value.tensor  # the graph that grows on it is dropped at once
-        if isinstance(value, _Referred):
-            tensor = value.source.tensor()
-            return tensor.detach().requires_grad_() if value.requires_grad else tensor
+            return tensor  # the graph that grows on it is dropped at once
+        if type(value) is _Referred:
+            rebuilt = value.source.tensor()
+            return rebuilt.detach().requires_grad_() if value.requires_grad else rebuilt
         return value
 
 
 class Registry:
-    """The outputs of captured calls that are alive while a layer runs, by storage."""
+    """The outputs of captured calls that are alive while a layer runs."""
+
+    __slots__ = ("entries", "held")
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[StorageWeakRef, CapturedCall, int, int, Any]] = {}
+        self.entries: dict[int, tuple[weakref.ReferenceType[Tensor], CapturedCall, int, int]] = {}
         self.held: list[_Held] = []
 
-    def add(self, call: CapturedCall, outputs: list[Tensor], given: set[int]) -> None:
-        """Remember what ``call`` produced; an output that shares an input's storage is no product of its own."""
-        for index, tensor in enumerate(outputs):
-            key = storage_key(tensor)
-            if key not in given:
-                layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
-                self.entries[key] = (weak_storage(tensor), call, index, tensor._version, layout)
+    def add(self, call: CapturedCall, output: Any, given: list[Tensor]) -> None:
+        """Remember what ``call`` produced; an output that is one of its inputs, or a view of one, is no product."""
+        for index, tensor in enumerate([output] if type(output) is Tensor else tensors_of(output)):
+            base = tensor._base
+            if any(tensor is one or (base is not None and (base is one or base is one._base)) for one in given):
+                continue
+            self.entries[id(tensor)] = (weakref.ref(tensor), call, index, version_of(tensor))
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
-        entry = self.entries.get(storage_key(tensor))
-        if entry is None:
+        entry = self.entries.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return Produced(entry[1], entry[2], None) if version_of(tensor) == entry[3] else None
+        base = tensor._base
+        if base is None:
             return None
-        alive, call, index, version, layout = entry
-        if alive.expired() or tensor._version != version:
+        entry = self.entries.get(id(base))
+        if entry is None or entry[0]() is not base or version_of(tensor) != entry[3]:
             return None
-        view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return Produced(call, index, None if view == layout else view)
+        return Produced(entry[1], entry[2], _view_of(tensor))
+
+    def find_by_storage(self, tensor: Tensor) -> Produced | None:
+        """As :meth:`find`, for what is neither the object nor a view that autograd knows of, such as a local part."""
+        key = storage_key(tensor)
+        for reference, call, index, version in self.entries.values():
+            output = reference()
+            if output is not None and storage_key(output) == key and version_of(output) == version:
+                return Produced(call, index, _view_of(tensor))
+        return None
+
+    def hold(self, tensor: Any) -> Any:
+        """What a captured call holds in place of an argument."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        source = self.find(tensor) if self.entries else None
+        if source is None:
+            held = _Held(tensor)
+            self.held.append(held)
+            return held
+        source.call.want_output(source.output)
+        return _Referred(source, tensor.requires_grad)
 
     def send_away(self, away: Callable[[Tensor], Saved | None]) -> None:
         """Let go of held arguments that are swapped: they come back from there."""
         for held in self.held:
-            if held.tensor is not None and held.tensor._version == held.version:
-                held.away = away(held.tensor)
-                if held.away is not None:
-                    held.tensor = None
-
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a call, with references in place of what captured calls produced."""
-        return mapped((args, kwargs), self._hold, PLAIN)
-
-    def _hold(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        source = self.find(value)
-        if source is None:
-            self.held.append(_Held(value))
-            return self.held[-1]
-        source.call.want("output", source.output)
-        return _Referred(source, value.requires_grad)
+            tensor = held.tensor
+            if isinstance(tensor, Tensor) and version_of(tensor) == held.version:
+                saved = away(tensor)
+                if saved is not None:
+                    held.requires_grad, held.tensor = tensor.requires_grad, saved
 
 
-class _RandomState:
-    """The random numbers' state before a call, on the host and on the devices of its arguments."""
+def _view_of(tensor: Tensor) -> _View:
+    wrap = subclass_wrapper(tensor)
+    plain = tensor if wrap is None else inner_tensor(tensor)
+    return _View(plain.shape, plain.stride(), int(plain.storage_offset()), plain.dtype, wrap)
+
+
+class RandomState:
+    """The random numbers' state before a call, on the host and on the devices of the tensors it was given."""
 
     def __init__(self, given: list[Tensor]) -> None:
         self.host = torch.get_rng_state()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -29,6 +30,7 @@ from lowtide._torch_private import (
     storage_key,
     taken_apart,
     weak_storage,
+    without_graph,
 )
 from lowtide.errors import SwapError
 from lowtide.policy import Swap
@@ -50,16 +52,16 @@ class Swapped:
     """A storage that is on the host between forward and backward."""
 
     __slots__ = (
-        "__weakref__", "ahead", "back", "device", "dtype", "line", "manager", "mutated", "place", "reference", "shape",
-        "size", "source", "target", "version",
+        "__weakref__", "ahead", "back", "device", "dtype", "handed", "line", "manager", "mutated", "place", "reference",
+        "shape", "size", "source", "target", "version",
     )  # fmt: skip
 
     def __init__(self, manager: SwapManager, source: Tensor, size: int, line: Line, place: Place) -> None:
         self.manager, self.size, self.line, self.place = manager, size, line, place
-        self.source: Tensor | None = source.detach()
+        self.source: Tensor | None = source
         self.shape, self.dtype, self.device = source.shape, source.dtype, source.device
         self.version = source._version
-        self.mutated = self.ahead = False
+        self.mutated = self.ahead = self.handed = False
         self.target: Tensor | None = None
         self.back: Copy | None = None
         self.reference = weakref.ref(self)
@@ -101,7 +103,9 @@ class Swapped:
                     " saved for backward; autograd would refuse it too: keep the tensor, or do not write into it"
                 )
             if source is not None:
-                self.line.handed_back_bytes += self.size
+                if not self.handed:
+                    self.handed = True
+                    self.line.handed_back_bytes += self.size
                 return source
             try:
                 return self._here()
@@ -244,7 +248,7 @@ class _Parts:
 
     __slots__ = ("parts", "whole")
 
-    def __init__(self, whole: Subclass, parts: dict[str, SavedPart]) -> None:
+    def __init__(self, whole: Subclass, parts: Mapping[str, SavedPart]) -> None:
         self.whole, self.parts = whole, parts
 
     def tensor(self) -> Tensor:
@@ -372,11 +376,17 @@ class Departures:
         Its memory is let go when operator ``due`` is reached. ``alone`` says that nothing else of its storage follows.
         """
         self.latest = []
-        return self._out(tensor, swap, line, due, alone)
+        # What is held here must not hold the graph, which holds this.
+        return self._out(without_graph(tensor), swap, line, due, alone)
 
-    def find(self, tensor: Tensor) -> Swapped | _Copied | SwappedView | None:
+    def find(self, tensor: Tensor) -> Swapped | _Copied | SwappedView | _Parts | None:
         """How ``tensor`` can be had back, if its storage has left."""
-        known = self.known.get(storage_key(tensor)) if type(tensor) in PLAIN else None
+        if type(tensor) not in PLAIN:
+            whole = taken_apart(tensor)
+            parts = {name: self.find(part) for name, part in whole.tensors.items()} if whole is not None else {}
+            away = {name: part for name, part in parts.items() if part is not None}
+            return _Parts(whole._replace(tensors={}), away) if whole is not None and len(away) == len(parts) else None
+        known = self.known.get(storage_key(tensor))
         if known is None or known[0].expired() or known[1] != tensor._version:  # written to since: another value
             return None
         swapped, shape, dtype = known[2:]

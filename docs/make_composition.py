@@ -1,0 +1,119 @@
+"""Write docs/composition.md from the tests that prove it: ``python docs/make_composition.py [--check]``.
+
+Every test marked ``composes`` is a cell: its parameters ``row`` and ``column`` say which, and the marker's ``refused``
+whether what it proves is that the combination is refused rather than exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "composition.md"
+TESTS = ROOT / "tests" / "numerics"
+COLUMNS = ("recompute operators", "recompute layers", "swap", "swap to disk", "boundary swap", "mixed")
+
+TEXT = """\
+# With everything else
+
+What lowtide is combined with, and what comes of it. This page is written by `docs/make_composition.py` from the tests in
+`tests/numerics`; a test fails if it is out of date. *Exact* means that the loss and every gradient of some steps, with
+the optimizer's steps between them, are bitwise those of the same run without lowtide. *Refused* means a `PolicyError`.
+
+Apply the Policy before `fully_shard` and before `DistributedDataParallel`, after or before `parallelize_module`, and to
+the layers of each stage of a pipeline.
+
+The columns: every operator recomputed; whole layers recomputed; all that layers save swapped, their inputs too; the
+same on disk; whole layers recomputed with their inputs swapped; and operators of one layer decided differently.
+
+{table}
+
+## Communication
+
+| setting | what happens | where it has no effect |
+|---|---|---|
+| `mp_comm_recompute: false` | a recomputed layer keeps what its tensor-parallel collectives gave | layers without tensor-parallel parameters |
+| `parallel_optimizer_comm_recompute: true` | `reshard_after_forward` is set for layers that `fully_shard` sharded; `false` leaves what you chose there | other layers |
+| `recompute_slice_activation: true` | of a recomputed layer's input each tensor-parallel rank holds its slice, and they gather it in backward | inputs that are split already, such as with sequence parallelism; inputs that are swapped |
+| `communication` of a layer | the collective that reads what the named operator gives, such as the gather after a sequence-parallel norm, is issued again in backward | operators without one; layers that are recomputed as a whole; collectives whose result is swapped |
+
+Where a setting has no effect a warning says so, when the Policy is applied or when the layer first runs. A sliced input
+has to be the same on all tensor-parallel ranks; this is checked when a layer first runs.
+
+## torch.compile
+
+A compiled layer has no operators. It can be recomputed as a whole, and all that it saves can be swapped if it is
+compiled *before* the Policy is applied, so that the hooks stand outside the compiled function. What would have to run
+inside it is refused: when it is applied, or in the first step if it is compiled later. With `fullgraph=True` the refusal
+comes as the compiler's own error.
+"""  # noqa: E501
+
+
+class Cell(NamedTuple):
+    """What one test proves."""
+
+    row: str
+    column: str
+    outcome: str
+    test: str
+
+
+class Collector:
+    """Gathers the cells of all tests that pytest finds."""
+
+    def __init__(self) -> None:
+        self.cells: list[Cell] = []
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        for item in session.items:
+            marker = item.get_closest_marker("composes")
+            if marker is not None:
+                given = item.callspec.params
+                outcome = "refused" if marker.kwargs.get("refused") else "exact"
+                name = f"{item.path.name}::{item.originalname}"
+                self.cells.append(Cell(given["row"], given["column"], outcome, name))
+
+
+def collect() -> list[Cell]:
+    """The cells of all tests, slow ones included."""
+    collector = Collector()
+    arguments = ["--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider", str(TESTS)]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = pytest.main(arguments, plugins=[collector])
+    if code != 0:
+        raise SystemExit(output.getvalue())
+    return collector.cells
+
+
+def table(cells: list[Cell]) -> str:
+    """The matrix, with the tests that prove each row."""
+    rows = dict.fromkeys(cell.row for cell in cells)
+    lines = [f"| | {' | '.join(COLUMNS)} | proved by |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for row in rows:
+        mine = [cell for cell in cells if cell.row == row]
+        outcomes = [{cell.outcome for cell in mine if cell.column == column} for column in COLUMNS]
+        if any(len(outcome) > 1 for outcome in outcomes):
+            raise SystemExit(f"{row}: a combination is proved to be exact and to be refused")
+        shown = [next(iter(outcome), "–") for outcome in outcomes]
+        tests = ", ".join(f"`{test}`" for test in dict.fromkeys(cell.test for cell in mine))
+        lines.append(f"| {row} | {' | '.join(shown)} | {tests} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    text = TEXT.replace("{table}", table(collect()))
+    if "--check" in sys.argv:
+        if PAGE.read_text(encoding="utf-8") != text:
+            raise SystemExit("docs/composition.md is out of date: run python docs/make_composition.py")
+    else:
+        PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

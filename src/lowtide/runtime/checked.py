@@ -1,0 +1,70 @@
+"""Check while it runs: each tensor comes back with the bytes it left with, and is still whose it was when learnt."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import inner_tensor
+from lowtide.errors import VerificationError
+from lowtide.operators.calls import CallTracker
+from lowtide.operators.kinds import LayerKind
+from lowtide.operators.observe import Watcher
+from lowtide.runtime.saved import Saved, unpack
+
+if TYPE_CHECKING:
+    from lowtide.runtime.layer import Run
+
+__all__ = ["LayerCheck", "checksum"]
+
+
+def checksum(tensor: Tensor) -> int:
+    """A checksum of a tensor's values, on this rank. Waits for the device."""
+    values = inner_tensor(tensor).detach().contiguous().cpu().reshape(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy().data)
+
+
+class _Checked:
+    """A saved tensor that proves itself when it comes back."""
+
+    __slots__ = ("checksum", "saved", "what")
+
+    def __init__(self, saved: Saved, tensor: Tensor, what: str) -> None:
+        self.saved, self.what = saved, what
+        self.checksum = checksum(tensor)
+
+    def tensor(self) -> Tensor:
+        tensor = unpack(self.saved)
+        if checksum(tensor) != self.checksum:
+            raise VerificationError(f"{self.what} came back with other bytes than it left with")
+        return tensor
+
+
+class LayerCheck:
+    """Watches a layer in every step, and compares with what was learnt."""
+
+    def __init__(self, index: int, layer: nn.Module, kind: LayerKind) -> None:
+        self.index, self.kind = index, kind
+        self.watcher = Watcher(layer)
+        self.tracker = CallTracker(layer, self.watcher)
+
+    def packing(self, run: Run) -> Callable[[Tensor], Tensor | Saved]:
+        """What to save in place of a tensor, checked."""
+
+        def pack(tensor: Tensor) -> Tensor | Saved:
+            number = run.number
+            saved = run.pack(tensor)
+            self.watcher.pack(tensor)
+            if number < len(self.kind.packs):
+                learnt, seen = self.kind.packs[number], self.watcher.packs[-1]
+                run.changed |= (learnt.source, learnt.owner) != (seen.source, seen.owner)
+            if isinstance(saved, Tensor):
+                return saved
+            what = f"tensor {number} of layer {self.index}, of shape {tuple(tensor.shape)},"
+            return _Checked(saved, tensor, what)
+
+        return pack

@@ -1,0 +1,259 @@
+"""Carry out what a Policy says about communication.
+
+- ``mp_comm_recompute``: whether a recomputed layer issues its tensor-parallel collectives again or keeps their results.
+- ``parallel_optimizer_comm_recompute``: whether sharded parameters are gathered again in backward.
+- ``recompute_slice_activation``: of a recomputed layer's input keep this tensor-parallel rank's slice only.
+- ``LayerPolicy.communication``: in a layer that is not recomputed as a whole, drop what single collectives gave.
+
+Layers are sharded and parallelized after a Policy is applied, so all of this looks at a layer when it first runs. What
+turns out to have no effect is said in a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowtide._torch_private import (
+    is_collective,
+    landed_tensor,
+    storage_bytes,
+    storage_key,
+    subclass_wrapper,
+    without_graph,
+)
+from lowtide.operators.calls import tensors_of
+from lowtide.operators.kinds import LayerKind
+from lowtide.operators.wrappers import Function
+from lowtide.policy import Decision, Keep, Policy, Recompute, ResolvedLayer
+from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.saved import Saved, unpack
+
+__all__ = ["GatherAgain", "communicating", "repeat_collectives", "warn_of_idle_settings"]
+
+
+def warn_of_idle_settings(policy: Policy) -> None:
+    """Say which settings of a Policy can have no effect on any model."""
+    whole = [settings for settings in policy.layers if settings.default == Recompute()]
+    if not whole:
+        if policy.recompute_slice_activation:
+            _warn("recompute_slice_activation has no effect: no layer is recomputed as a whole")
+        if not policy.mp_comm_recompute:
+            _warn("mp_comm_recompute has no effect: no layer is recomputed as a whole")
+    if policy.recompute_slice_activation and any(settings.boundary != Keep() for settings in whole):
+        _warn("recompute_slice_activation has no effect in layers whose input is swapped: it leaves the device whole")
+    kept = [rule for settings in whole for rule in settings.communication if not rule.repeat]
+    if kept and policy.mp_comm_recompute:
+        _warn(
+            f"{kept[0].pattern} (keep collective) is not carried out where the whole layer is recomputed: there"
+            " mp_comm_recompute decides, for all collectives"
+        )
+
+
+def communicating(forward: Function, again: Function, layer: nn.Module, index: int, policy: Policy) -> Function:
+    """A layer that is recomputed as a whole, with its communication as the Policy says.
+
+    ``again`` is its forward as it is repeated in backward.
+    """
+    whole = recomputed(forward, again)
+    if not policy.mp_comm_recompute:
+        whole = keeping_collectives(whole, again, layer, index)
+    if policy.recompute_slice_activation and policy.layers[index].boundary == Keep():
+        whole = keep_slice(whole, layer, index)
+    return whole
+
+
+def recomputed(forward: Function, again: Function) -> Function:
+    """A layer that is recomputed as a whole, its collectives included."""
+
+    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        repeated = forward if torch.compiler.is_compiling() else again
+        return checkpoint(repeated, *args, use_reentrant=False, **kwargs)
+
+    return whole
+
+
+def keeping_collectives(plain: Function, again: Function, layer: nn.Module, index: int) -> Function:
+    """A layer that is recomputed as a whole but for its collectives, whose results are kept."""
+    group = _Once(lambda: tensor_parallel_group(layer), "mp_comm_recompute", index)
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        if group() is None:
+            return plain(*args, **kwargs)
+        contexts = partial(create_selective_checkpoint_contexts, _collectives_are_kept)
+        return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return whole
+
+
+def _collectives_are_kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Also the wait for a collective: it gives back the tensor that is to be kept.
+    kept = operator.namespace == "_c10d_functional"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def tensor_parallel_group(layer: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which the layer's parameters are split, if any are.
+
+    To be asked while the layer runs: parameters that are sharded for storage alone are gathered then.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    for parameter in layer.parameters():
+        if isinstance(parameter, DTensor):
+            for dimension, placement in enumerate(parameter.placements):
+                if isinstance(placement, Shard) and parameter.device_mesh.size(dimension) > 1:
+                    return parameter.device_mesh.get_group(dimension)
+    return None
+
+
+class _Once:
+    """A layer's tensor-parallel group, looked up when the layer first runs; a warning if there is none."""
+
+    def __init__(self, find: Callable[[], dist.ProcessGroup | None], setting: str, index: int) -> None:
+        self.find, self.setting, self.index = find, setting, index
+        self.asked = False
+        self.group: dist.ProcessGroup | None = None
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        if not self.asked:
+            self.asked, self.group = True, self.find()
+            if self.group is None:
+                _warn(f"{self.setting} has no effect in layer {self.index}: its parameters are not tensor-parallel")
+        return self.group
+
+
+class GatherAgain:
+    """A hook before a layer: if it is sharded, its parameters are let go after forward and gathered in backward."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.done = index, False
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.done:
+            return
+        self.done = True
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(layer, FSDPModule):
+            layer.set_reshard_after_forward(True, recurse=False)
+        else:
+            _warn(
+                f"parallel_optimizer_comm_recompute has no effect in layer {self.index}: it is not sharded by"
+                " fully_shard"
+            )
+
+
+def keep_slice(forward: Function, layer: nn.Module, index: int) -> Function:
+    """A layer that is recomputed as a whole and of whose input each tensor-parallel rank holds its slice only."""
+    group = _Once(lambda: tensor_parallel_group(layer), "recompute_slice_activation", index)
+    replicated: list[bool] = []
+
+    def sliced(*args: Any, **kwargs: Any) -> Any:
+        refuse_compilation(index)
+        given = tensors_of((args, kwargs))
+        if not torch.is_grad_enabled() or not given or (ranks := group()) is None:
+            return forward(*args, **kwargs)
+        if not replicated:
+            replicated.append(_is_replicated(given[0], ranks))
+            if not replicated[0]:
+                _warn(
+                    f"recompute_slice_activation has no effect in layer {index}: its input is not the same on all"
+                    " tensor-parallel ranks, or cannot be cut into equal slices"
+                )
+        if not replicated[0]:
+            return forward(*args, **kwargs)
+        key, known = storage_key(given[0]), {}
+
+        def pack(tensor: Tensor) -> Tensor | Saved:
+            if storage_key(tensor) != key or not _can_be_sliced(tensor, ranks):
+                return without_graph(tensor)
+            layout = tuple(tensor.shape)
+            if layout not in known:  # one slice, however often it is saved
+                known[layout] = _Slice(tensor, ranks)
+            return known[layout]
+
+        with saved_tensors_hooks(pack, unpack):
+            output = forward(*args, **kwargs)
+        known.clear()
+        return output
+
+    return sliced
+
+
+class _Slice:
+    """This rank's piece of a tensor that all ranks of a group have; they put it together again when it is needed."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        with torch.no_grad():
+            whole = landed_tensor(tensor)
+            self.group, self.shape, self.wrap = group, whole.shape, subclass_wrapper(tensor)
+            self.piece = whole.reshape(-1).chunk(group.size())[group.rank()].clone()
+
+    def tensor(self) -> Tensor:
+        with torch.no_grad():
+            whole = self.piece.new_empty(self.shape)
+            dist.all_gather_into_tensor(whole.view(-1), self.piece, group=self.group)
+            return whole if self.wrap is None else self.wrap(whole)
+
+
+def _can_be_sliced(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    whole = landed_tensor(tensor)
+    full = whole.numel() * whole.element_size() == storage_bytes(tensor)
+    return full and whole.is_contiguous() and whole.numel() % group.size() == 0
+
+
+def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group have the same bytes. All of them ask this at the same time."""
+    from torch.distributed.tensor import DTensor
+
+    sharded = isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+    with torch.no_grad():
+        whole = landed_tensor(tensor)
+        able = not sharded and _can_be_sliced(tensor, group)
+        mine = whole.reshape(-1).view(torch.uint8).long() if able else whole.new_zeros(1, dtype=torch.long)
+        places = torch.arange(1, mine.numel() + 1, device=mine.device)
+        digest = torch.stack([mine.sum(), (mine * places).sum(), torch.full_like(mine.sum(), int(able))])
+        everyone = digest.new_empty(group.size() * digest.numel())
+        dist.all_gather_into_tensor(everyone, digest, group=group)
+        rows = everyone.view(group.size(), -1)
+        return bool(able and (rows == rows[0]).all())
+
+
+def repeat_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer) -> Mapping[str, Decision]:
+    """A layer's decisions, with the collectives in them that are to be issued again.
+
+    Those are the collectives that read what the named operators give, such as the gather after a sequence-parallel
+    norm. A collective is an operator like others. What it gave may have to be put in order, by a ``cat``, which is a
+    part of it; both are repeated from this rank's part, which is held instead.
+    """
+    changed = dict(resolved.decisions)
+    for operator in resolved.repeated_collectives:
+        found = [
+            call.name
+            for call in kind.calls
+            if is_collective(call.site.function) and (operator in call.reads or call.name == operator)
+        ]
+        parts = [
+            call.name
+            for call in kind.calls
+            if call.site.function is torch.cat and call.reads and set(call.reads) <= set(found)
+        ]
+        names = [name for name in [*found, *parts] if changed.get(name) == Keep()]
+        changed.update(dict.fromkeys(names, Recompute()))
+        if not names:
+            _warn(f"the collective at {operator} of layer {index} is not repeated: none that is kept reads its output")
+    return changed
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"lowtide: {what}", UserWarning, stacklevel=3)

@@ -1,0 +1,85 @@
+"""Two processes that stay up and run programs together, over gloo on loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+SIZE = 2
+PATIENCE = 60  # seconds; the machine is shared
+
+
+class Ranks:
+    """The two processes. They start with the first program, and anew after one that failed."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+
+    def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``program(*args)`` gives on each rank."""
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((program, args))
+        answers, errors = [], []
+        for rank, pipe in enumerate(self.pipes):
+            # If one rank fails the other may wait for it for ever.
+            answer, error = pipe.recv() if pipe.poll(5 if errors else PATIENCE) else (None, "no answer")
+            answers.append(answer)
+            if error:
+                errors.append(f"rank {rank}: {error}")
+        if errors:
+            self.stop()
+            raise AssertionError("\n".join(errors))
+        return answers
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+
+def _serve(rank: int, port: int, pipe: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(SIZE))
+    torch.set_num_threads(1)
+    import tide
+
+    dist.init_process_group("cpu:gloo,tide:tide", timeout=timedelta(seconds=PATIENCE))
+    while True:
+        program, args = pipe.recv()
+        tide.reset()
+        try:
+            answer = program(*args)
+            tide.check_races()
+            pipe.send((answer, None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+            return
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,168 @@
+"""``torch.compile``: whole layers can be recomputed or swapped, operators are refused, and never silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import PolicyError
+from lowtide.runtime.apply import Handle
+from numerics.model import Value, build, gradients, loss_of, tokens_of, values
+from numerics.policies import SWAPPING, apply_column, every_policy, idle
+
+GRAPHS: list[int] = []
+
+
+def backend(graph: Any, inputs: list[Tensor]) -> Any:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    GRAPHS.append(1)
+    return aot_eager(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def wrapped(model: nn.Module) -> None:
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend=backend)
+
+
+def in_place(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+
+
+def train(make: Callable[[], tuple[nn.Module, Handle | None]]) -> tuple[list[Value], Handle | None]:
+    model, handle = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    record: list[Value] = []
+    for step in range(2):
+        tokens = tokens_of(step)
+        loss = loss_of(model(tokens), tokens)
+        loss.backward()
+        found = values(step, [("loss", loss), *gradients(model)])
+        record += [Value(value.name.replace("_orig_mod.", ""), value.digest) for value in found]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return record, handle
+
+
+def compiled_first(compile_layers: Callable[[nn.Module], None], column: str | None) -> Any:
+    def make() -> tuple[nn.Module, Handle | None]:
+        model = build(2)
+        compile_layers(model)
+        return model, apply_column(column, model)
+
+    return train(make)
+
+
+def applied_first(compile_layers: Callable[[nn.Module], None], column: str | None) -> Any:
+    def make() -> tuple[nn.Module, Handle | None]:
+        model = build(2)
+        handle = apply_column(column, model)
+        compile_layers(model)
+        return model, handle
+
+    return train(make)
+
+
+WAYS = pytest.mark.parametrize(
+    "compile_layers",
+    [pytest.param(wrapped, id="torch.compile(layer)", marks=pytest.mark.slow), pytest.param(in_place, id="compile()")],
+)
+WHOLE = [pytest.param(column) for column in ("recompute layers", "swap", "swap to disk", "boundary swap")]
+BY_OPERATOR = ["recompute operators", "mixed"]
+
+
+@pytest.mark.composes
+@pytest.mark.parametrize("row", ["compiled layers, Policy applied afterwards"])
+@WAYS
+@pytest.mark.parametrize("column", WHOLE)
+def test_whole_layers_compiled_before_are_exact(row: str, column: str, compile_layers: Any) -> None:
+    expected, _ = compiled_first(compile_layers, None)
+    graphs = len(GRAPHS)
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    found, handle = compiled_first(compile_layers, column)
+    assert found == expected
+    assert len(GRAPHS) == graphs > 0  # and they are still compiled, each as one piece
+    if column in SWAPPING:
+        assert not idle(column, handle)
+
+
+@pytest.mark.composes(refused=PolicyError)
+@pytest.mark.parametrize("row", ["compiled layers, Policy applied afterwards"])
+@WAYS
+@pytest.mark.parametrize("column", BY_OPERATOR)
+def test_operators_of_compiled_layers_are_refused_when_applied(row: str, column: str, compile_layers: Any) -> None:
+    with pytest.raises(PolicyError, match="layer 0 is compiled"):
+        compiled_first(compile_layers, column)
+
+
+@pytest.mark.composes
+@pytest.mark.parametrize("row", ["layers compiled after the Policy is applied"])
+@WAYS
+@pytest.mark.parametrize("column", ["recompute layers"])
+def test_whole_layers_compiled_afterwards_are_exact(row: str, column: str, compile_layers: Any) -> None:
+    expected, _ = compiled_first(compile_layers, None)
+    GRAPHS.clear()
+    torch._dynamo.reset()
+    found, _ = applied_first(compile_layers, column)
+    assert found == expected
+    assert GRAPHS
+
+
+@pytest.mark.composes(refused=PolicyError)
+@pytest.mark.parametrize("row", ["layers compiled after the Policy is applied"])
+@WAYS
+@pytest.mark.parametrize("column", ["recompute operators", "swap", "swap to disk", "boundary swap", "mixed"])
+def test_what_would_be_inside_the_compiled_layer_is_refused(row: str, column: str, compile_layers: Any) -> None:
+    with pytest.raises(PolicyError, match="runs inside torch"):
+        applied_first(compile_layers, column)
+
+
+@pytest.mark.composes(refused=PolicyError)
+@pytest.mark.parametrize("row", ["the whole model compiled"])
+@pytest.mark.parametrize("column", ["recompute operators", "swap", "swap to disk", "boundary swap", "mixed"])
+def test_a_policy_inside_a_compiled_model_is_refused(row: str, column: str) -> None:
+    model = build(2)
+    apply_column(column, model)
+    with pytest.raises(PolicyError, match="runs inside torch"):
+        torch.compile(model, backend=backend)(tokens_of(0))
+
+
+@pytest.mark.composes
+@pytest.mark.parametrize("row", ["the whole model compiled"])
+@pytest.mark.parametrize("column", ["recompute layers"])
+def test_recomputed_layers_inside_a_compiled_model_are_exact(row: str, column: str) -> None:
+    def make(column: str | None) -> tuple[Any, None]:
+        model = build(2)
+        apply_column(column, model)
+        return torch.compile(model, backend=backend), None
+
+    expected, _ = train(lambda: make(None))
+    assert train(lambda: make(column))[0] == expected
+
+
+@every_policy
+def test_removing_leaves_compiled_layers_as_they_were(column: str) -> None:
+    if column in BY_OPERATOR:
+        return
+    for compile_layers in (wrapped, in_place):
+        model = build(2)
+        compile_layers(model)
+        before = [(layer.forward, layer._compiled_call_impl) for layer in model.layers]
+        handle = apply_column(column, model)
+        assert handle is not None
+        handle.remove()
+        assert [(layer.forward, layer._compiled_call_impl) for layer in model.layers] == before
