@@ -182,6 +182,21 @@ def no_memory_ahead(session: Session) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_memory_at_use(session: Session) -> Iterator[None]:
+    real = Swapped._bring_back
+
+    def failing(swapped: Swapped) -> None:
+        tide.faults.fail_allocation(1)
+        real(swapped)
+
+    with patch.object(Swapped, "_bring_back", failing):
+        try:
+            yield
+        finally:
+            tide.faults.disarm()
+
+
 def slow_link(session: Session) -> AbstractContextManager[None]:
     tide.configure(device_to_host_bandwidth=10**5, host_to_device_bandwidth=10**5)
     return nullcontext()
@@ -316,12 +331,16 @@ FAULTS = (
         no_memory_ahead,
     ),
     Fault(
-        "no device memory when a tensor is needed", "stops", "torch.OutOfMemoryError",
-        in_backward(lambda: tide.faults.shrink_capacity(1, 0)), torch.OutOfMemoryError,
+        "no device memory when a copy back starts at its use", "stops", "torch.OutOfMemoryError", no_memory_at_use,
+        torch.OutOfMemoryError, limits={"in_flight_bytes": 0},
     ),
     Fault(
-        "no device memory when a tensor is needed", "stops", "torch.OutOfMemoryError",
-        in_backward(lambda: tide.faults.shrink_capacity(1, 0)), torch.OutOfMemoryError, tier="disk",
+        "no device memory when a copy back starts at its use", "stops", "torch.OutOfMemoryError", no_memory_at_use,
+        torch.OutOfMemoryError, limits={"in_flight_bytes": 0}, tier="disk",
+    ),
+    Fault(
+        "the device is full in backward", "stops", "torch.OutOfMemoryError",
+        in_backward(lambda: tide.faults.shrink_capacity(1, 0)), torch.OutOfMemoryError,
     ),
     Fault(
         "pinned memory is exhausted", "goes on", "the limit of host memory is reached",

@@ -207,7 +207,9 @@ class Run:
             action = self.actions[number]
         except IndexError:  # more than was learnt, or not what was learnt
             return without_graph(tensor)
-        return tensor if action is None else self.act(tensor, action)
+        if action is None:
+            return tensor
+        return without_graph(tensor) if action.detached else self.act(tensor, action)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         """Do what was decided."""
@@ -225,7 +227,7 @@ class Run:
                 saved = self._swapped(tensor, action, decision, position)
             else:
                 saved = self.rebuilt(tensor, action) or tensor
-        if saved is tensor and action.output:
+        if saved is tensor and (action.output or self.changed):
             saved = without_graph(tensor)
         schedule = self.manager.schedule
         if schedule.next <= position:

@@ -41,6 +41,8 @@ class Action(NamedTuple):
     """Whether it is a cast of the owner's value."""
     output: bool
     """Whether the node that saves it made it. See [Note: lifetime]."""
+    detached: bool
+    """Whether to hold it apart from that node is all there is to do."""
     dtype: torch.dtype
     rank: int
     line: Line
@@ -121,9 +123,11 @@ def compile_layer(
         alone = final and first[pack.storage] == number and not recomputed
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
-        rank = len(pack.shape)
-        action = Action(decision, position, owner, final, alone, plain, pack.cast, pack.output, pack.dtype, rank, line)
-        actions.append(action)
+        detached, rank = isinstance(decision, Keep) and not reached, len(pack.shape)
+        cast, output, dtype = pack.cast, pack.output, pack.dtype
+        actions.append(
+            Action(decision, position, owner, final, alone, plain, cast, output, detached, dtype, rank, line)
+        )
     return LayerProgram(
         index,
         kind,

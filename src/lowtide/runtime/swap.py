@@ -96,16 +96,17 @@ class Swapped:
     def tensor(self) -> Tensor:
         """The tensor on the device."""
         with self.manager.lock:
-            if self.mutated or (self.source is not None and self.source._version != self.version):
+            source = self.source  # another thread's forward may let it go meanwhile
+            if self.mutated or (source is not None and source._version != self.version):
                 raise SwapError(
                     f"what {self.line.operator} of layer {self.line.layer} produced was changed in place after it was"
                     " saved for backward; autograd would refuse it too: keep the tensor, or do not write into it"
                 )
-            if self.source is not None:
+            if source is not None:
                 if not self.handed:
                     self.handed = True
                     self.line.handed_back_bytes += self.size
-                return self.source
+                return source
             try:
                 return self._here()
             except torch.OutOfMemoryError:
