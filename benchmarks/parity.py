@@ -26,7 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from parity_cases import GRID, Outcome, case, run_case
 
-CASES, QUICK = 1200, 60
+CASES, QUICK = 1020, 60
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
