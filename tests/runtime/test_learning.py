@@ -11,7 +11,7 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide.errors import UnmatchedError
+from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
@@ -48,6 +48,15 @@ def test_an_unmatched_pattern_leaves_no_mode_behind() -> None:
     apply(model, Policy((swap("sillu"),) * 2))
     with pytest.raises(UnmatchedError):
         model(torch.randn(ROWS, WIDTH))
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_a_refusal_under_compilation_leaves_no_mode_behind() -> None:
+    model = Stack(gated, 2)
+    apply(model, Policy((swap("silu"),) * 2))
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(PolicyError, match=r"inside torch\.compile"):
+        compiled(torch.randn(ROWS, WIDTH))
     assert torch.overrides._get_current_function_mode_stack() == []
 
 

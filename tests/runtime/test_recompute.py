@@ -18,6 +18,7 @@ from lowtide.errors import PolicyError, RebuildError, UnmatchedError
 from lowtide.operators.survey import survey
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.limits import Limits
 
 
 class Block(nn.Module):
@@ -274,6 +275,46 @@ def test_an_input_that_is_changed_after_a_step_was_learnt_is_an_error_not_a_wron
     model(torch.randn(4, 8)).sum().backward()
     with pytest.raises((RebuildError, RuntimeError), match=r"in place|inplace"):
         model(torch.randn(4, 8)).sum().backward()
+
+
+def writes_to_what_it_saved(self: Any, x: Tensor) -> Tensor:
+    used = self.up(x).sigmoid().exp()  # exp saves what it gives
+    result = x + self.down(used)
+    used.mul_(2.0)
+    return result
+
+
+def saves_its_input(self: Any, x: Tensor) -> Tensor:
+    return x * self.down(self.up(x).sigmoid())
+
+
+@pytest.mark.parametrize("decision", [Recompute(), Swap(2)], ids=str)
+@pytest.mark.parametrize("body", [writes_to_what_it_saved, saves_its_input], ids=lambda body: body.__name__)
+def test_a_kept_tensor_that_is_changed_in_place_is_refused_as_without_lowtide(
+    body: Callable[..., Tensor], decision: Any
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block(body) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                given, x = x, layer(x)
+                if body is saves_its_input:
+                    given.add_(1.0)
+            return x
+
+    def step() -> None:
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            model(torch.randn(4, 8, requires_grad=True) * 1).sum().backward()
+
+    model = Model()
+    step()
+    rule = Rule(Pattern("sigmoid"), decision)
+    apply(model, Policy((LayerPolicy(rules=(rule,)),) * 3), limits=Limits(minimum_bytes=0))
+    for _ in range(3):
+        step()
 
 
 def snapshot(model: nn.Module) -> Any:

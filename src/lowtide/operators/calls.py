@@ -92,9 +92,9 @@ class CallTracker:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.stack:
             self.counts.clear()
+            self.listener.layer_begins(args, kwargs)  # it may refuse, and then there is nothing to undo
             self.mode = _Functions(self)
             self.mode.__enter__()
-            self.listener.layer_begins(args, kwargs)
         self.stack.append(module)
         self.turns.append({})
         if module in self.leaves and self.running is None:

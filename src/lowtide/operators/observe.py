@@ -30,10 +30,10 @@ from lowtide._torch_private import (
     storage_bytes,
     storage_key,
     weak_storage,
-    without_graph,
     written_arguments,
 )
 from lowtide.operators.calls import CallTracker, Site, tensors_of
+from lowtide.operators.kept import Kept
 
 __all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
 
@@ -62,6 +62,8 @@ class Pack(NamedTuple):
     """Whether it is a cast of the owner's value rather than the value itself."""
     output: bool = False
     """Whether the node that saves it made it: whoever holds it as it is, for that node, holds a cycle."""
+    rewritten: bool = False
+    """Whether its storage was written to after it was saved: autograd refuses to use it."""
 
 
 class Call(NamedTuple):
@@ -161,7 +163,7 @@ class Watcher:
 
     def resume(self) -> None:
         """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
-        self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, _same)]
+        self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, Kept.tensor)]
         for context in self.contexts:
             context.__enter__()
 
@@ -208,6 +210,7 @@ class Watcher:
             number = self.origin(tensor).number
             for call in [*self.calls, *([self.open] if self.open else [])]:
                 call.repeatable &= number not in call.inputs
+            self.packs = [pack._replace(rewritten=True) if pack.storage == number else pack for pack in self.packs]
         if name in _FACTORIES:
             return
         origins = [self.origin(tensor) for tensor in given]
@@ -225,7 +228,7 @@ class Watcher:
         if self.open is not None and torch.Tag.nondeterministic_seeded in func.tags:
             self.open.random = True
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> Kept:
         origin, output = self.origin(tensor), is_own_output(tensor)
         self.packs.append(
             Pack(
@@ -243,7 +246,7 @@ class Watcher:
         )
         if self.saved is not None:
             self.saved(tensor, origin.source)
-        return without_graph(tensor)
+        return Kept(tensor)
 
 
 class _OpenCall:
@@ -288,7 +291,3 @@ class _Kernels(TorchDispatchMode):
 
 _FACTORIES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 _CASTS = {"aten::_to_copy", "aten::to", "aten::type_as"}
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

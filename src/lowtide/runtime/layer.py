@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch_private import DisableTorchFunction, current_backward, finish_collective, storage_key, without_graph
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.kept import Kept
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import Function, Wrappers, intercept
@@ -227,7 +228,9 @@ class Run:
                 saved = self._swapped(tensor, action, decision, position)
             else:
                 saved = self.rebuilt(tensor, action) or tensor
-        if saved is tensor and (action.output or self.changed):
+        if saved is tensor and action.checked:
+            saved = Kept(tensor)
+        elif saved is tensor and (action.output or self.changed):
             saved = without_graph(tensor)
         schedule = self.manager.schedule
         if schedule.next <= position:

@@ -41,6 +41,9 @@ class Action(NamedTuple):
     """Whether it is a cast of the owner's value."""
     output: bool
     """Whether the node that saves it made it. See [Note: lifetime]."""
+    checked: bool
+    """Whether it may be written to after it is saved, and so is compared when it is used: torch does that by itself
+    only where no hooks are."""
     detached: bool
     """Whether to hold it apart from that node is all there is to do."""
     dtype: torch.dtype
@@ -115,7 +118,9 @@ def compile_layer(
         reached = bool(waiting) and waiting[0] <= position
         while waiting and waiting[0] <= position:
             waiting.pop(0)
-        if isinstance(decision, Keep) and not reached and not pack.output:
+        # Inside the layer nobody wrote to the others when it was learnt, and outside it nobody else has them.
+        checked = pack.rewritten or pack.source in ("boundary", "root")
+        if isinstance(decision, Keep) and not reached and not pack.output and not checked:
             actions.append(None)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
@@ -123,10 +128,10 @@ def compile_layer(
         alone = final and first[pack.storage] == number and not recomputed
         plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
         line = ledger.line(index, owner)
-        detached, rank = isinstance(decision, Keep) and not reached, len(pack.shape)
+        detached, rank = isinstance(decision, Keep) and not reached and not checked, len(pack.shape)
         cast, output, dtype = pack.cast, pack.output, pack.dtype
         actions.append(
-            Action(decision, position, owner, final, alone, plain, cast, output, detached, dtype, rank, line)
+            Action(decision, position, owner, final, alone, plain, cast, output, checked, detached, dtype, rank, line)
         )
     return LayerProgram(
         index,

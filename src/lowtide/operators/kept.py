@@ -1,0 +1,28 @@
+"""A tensor that autograd saved through hooks and that stays as it is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowtide._torch_private import version_of, without_graph
+
+__all__ = ["Kept"]
+
+
+class Kept:
+    """A tensor that stays, and must not be changed in place. Where hooks are, torch leaves that check to them."""
+
+    __slots__ = ("kept", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept, self.version = without_graph(tensor), version_of(tensor)
+
+    def tensor(self) -> Tensor:
+        """The tensor, if nobody has written to it."""
+        found = version_of(self.kept)
+        if found != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" a tensor of shape {tuple(self.kept.shape)} is at version {found}; expected version {self.version}"
+            )
+        return self.kept
