@@ -49,6 +49,13 @@ def made(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(MODELS[name](), **experts).train().to("tide")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left() -> Any:
+    yield
+    made.cache_clear()  # other tests of this process want the device's memory
+    gc.collect()
+
+
 def requested() -> int:
     """The bytes that are allocated, before the allocator rounds them up."""
     return int(torch.accelerator.memory_stats()["requested_bytes.all.current"])

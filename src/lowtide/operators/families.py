@@ -23,6 +23,21 @@ class Part(NamedTuple):
     such a line renames the operators below it that have no line of their own, so that a pattern may name the module."""
 
 
+def _shared_experts(module: str) -> Part:
+    """A gated feed-forward that all tokens go through, beside the experts that they are routed to."""
+    return Part(
+        (f"{module}.act_fn", f"{module}.mul"),
+        f"""
+{module}.          | feed_forward.shared_experts.                   | mlp.shared_experts.
+{module}.gate_proj | feed_forward.shared_experts.w1.matmul          | mlp.shared_experts.linear_fc1.matmul
+{module}.up_proj   | feed_forward.shared_experts.w3.matmul          | mlp.shared_experts.linear_fc1.matmul
+{module}.act_fn    | feed_forward.shared_experts.w1.activation.silu | mlp.shared_experts.activation_func.silu
+{module}.mul       | feed_forward.shared_experts.mul                | mlp.shared_experts.mul
+{module}.down_proj | feed_forward.shared_experts.w2.matmul          | mlp.shared_experts.linear_fc2.matmul
+""",
+    )
+
+
 # The guides know one activation, silu, and the name means the activation of a gated feed-forward whichever it is. They
 # know one matmul for query, key and value in mcore, and transformers calls three.
 PARTS = (
@@ -78,28 +93,8 @@ mlp.experts.       | feed_forward.experts. | mlp.experts.
 mlp.experts.act_fn | feed_forward.experts.activation.silu | mlp.experts.activation_func.silu
 """,
     ),
-    Part(  # Qwen2-MoE
-        ("mlp.shared_expert.act_fn", "mlp.shared_expert.mul"),
-        """
-mlp.shared_expert.          | feed_forward.shared_experts.                   | mlp.shared_experts.
-mlp.shared_expert.gate_proj | feed_forward.shared_experts.w1.matmul          | mlp.shared_experts.linear_fc1.matmul
-mlp.shared_expert.up_proj   | feed_forward.shared_experts.w3.matmul          | mlp.shared_experts.linear_fc1.matmul
-mlp.shared_expert.act_fn    | feed_forward.shared_experts.w1.activation.silu | mlp.shared_experts.activation_func.silu
-mlp.shared_expert.mul       | feed_forward.shared_experts.mul                | mlp.shared_experts.mul
-mlp.shared_expert.down_proj | feed_forward.shared_experts.w2.matmul          | mlp.shared_experts.linear_fc2.matmul
-""",
-    ),
-    Part(  # DeepSeek
-        ("mlp.shared_experts.act_fn", "mlp.shared_experts.mul"),
-        """
-mlp.shared_experts.          | feed_forward.shared_experts.                   | mlp.shared_experts.
-mlp.shared_experts.gate_proj | feed_forward.shared_experts.w1.matmul          | mlp.shared_experts.linear_fc1.matmul
-mlp.shared_experts.up_proj   | feed_forward.shared_experts.w3.matmul          | mlp.shared_experts.linear_fc1.matmul
-mlp.shared_experts.act_fn    | feed_forward.shared_experts.w1.activation.silu | mlp.shared_experts.activation_func.silu
-mlp.shared_experts.mul       | feed_forward.shared_experts.mul                | mlp.shared_experts.mul
-mlp.shared_experts.down_proj | feed_forward.shared_experts.w2.matmul          | mlp.shared_experts.linear_fc2.matmul
-""",
-    ),
+    _shared_experts("mlp.shared_expert"),  # Qwen2-MoE
+    _shared_experts("mlp.shared_experts"),  # DeepSeek
     Part(  # GPT-2
         ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj"),
         """

@@ -13,11 +13,11 @@ from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
+from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
-from lowtide.runtime.intercept import Function, Wrappers
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
@@ -66,7 +66,7 @@ class Handle:
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
-        self.gathering = [
+        self._gathering = [
             layer.register_forward_pre_hook(GatherAgain(index))
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
         ]
@@ -104,11 +104,11 @@ class Handle:
         """Leave the model as it was."""
         for follower in self.followers:
             follower.remove()
-        for hook in self.gathering:
+        for hook in self._gathering:
             hook.remove()
         self.manager.close()
 
-    def learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
+    def _learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
         self.kinds[kind_of] = kind
         complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds)
@@ -131,7 +131,7 @@ class Handle:
                 follower.install(due)
             due = frozenset(number - span.count for number in due | follower.due if number > span.count)
 
-    def watch_after(self, frozen: _Follower) -> None:
+    def _watch_after(self, frozen: _Follower) -> None:
         """A layer whose parameters and input need no gradients saves nothing: learn its class from the next one."""
         if frozen.kind_of in self.kinds:
             frozen.install()
@@ -270,11 +270,11 @@ class _Follower:
         self.tracker.detach()
         self.tracker = None
         if not seen.packs:
-            self.handle.watch_after(self)
+            self.handle._watch_after(self)
             return
         kind = layer_kind(self.layer, seen)
         if self.kind_of not in self.handle.kinds:
-            self.handle.learnt(self.kind_of, kind)
+            self.handle._learnt(self.kind_of, kind)
             return
         self.kind = kind  # it took another way than its class: from now on it has a kind of its own
         policy = Policy((self.settings,), origin=self.handle.policy.origin)

@@ -19,13 +19,17 @@ from lowtide.runtime.saved import Saved, unpack
 if TYPE_CHECKING:
     from lowtide.runtime.layer import Run
 
-__all__ = ["LayerCheck", "checksum"]
+__all__ = ["LayerCheck", "bits", "checksum"]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's values, on this rank and on the host. Waits for the device."""
+    return inner_tensor(tensor).detach().contiguous().cpu().reshape(-1).view(torch.uint8)
 
 
 def checksum(tensor: Tensor) -> int:
-    """A checksum of a tensor's values, on this rank. Waits for the device."""
-    values = inner_tensor(tensor).detach().contiguous().cpu().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().data)
+    """A checksum of them."""
+    return zlib.crc32(bits(tensor).numpy().data)
 
 
 class _Checked:

@@ -71,7 +71,7 @@ class _Run:
 
     def __init__(self, layer: CompiledLayer, given: int) -> None:
         self.layer, self.given = layer, given
-        self.first, self.number = layer.span.schedule.enter(layer.span.offset), 0
+        self.first, self.number = layer.span.enter(), 0
         self.departures = Departures(layer.manager)
         self.static: set[int] = set()
 

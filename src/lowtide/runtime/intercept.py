@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.operators.calls import Site
 from lowtide.operators.wrappers import Function, Wrappers
 
-__all__ = ["CallRunner", "Function", "Wrappers", "intercept"]
+__all__ = ["CallRunner", "intercept"]
 
 
 class CallRunner(Protocol):

@@ -13,9 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide._torch_private import DisableTorchFunction, current_backward, finish_collective, storage_key, without_graph
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kept import Kept
+from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.checked import LayerCheck
-from lowtide.runtime.intercept import Function, Wrappers, intercept
+from lowtide.runtime.intercept import intercept
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram
 from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, RandomState, Reference, Registry
@@ -33,6 +34,10 @@ class Span:
     def __init__(self, manager: SwapManager, offset: int, count: int, last: bool) -> None:
         self.schedule = manager.schedule
         self.offset, self.count, self.last = offset, count, last
+
+    def enter(self) -> int:
+        """The layer begins; the number of its first operator."""
+        return self.schedule.enter(self.offset)
 
     def leave(self, first: int, output: Any) -> None:
         """The layer has run: what is due when backward comes here starts with the gradient of its output."""
@@ -69,7 +74,7 @@ def pass_by(forward: Function, span: Span, index: int) -> Function:
         refuse_compilation(index)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        first = span.schedule.enter(span.offset)
+        first = span.enter()
         output = forward(*args, **kwargs)
         span.leave(first, output)
         return output
@@ -102,7 +107,7 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
         given = tensors_of((args, kwargs))
         if not torch.is_grad_enabled() or not given:
             return forward(*args, **kwargs)
-        first, key = span.schedule.enter(span.offset), storage_key(given[0])
+        first, key = span.enter(), storage_key(given[0])
         departures = Departures(manager)
 
         def pack(tensor: Tensor) -> Tensor | Saved:
@@ -142,13 +147,12 @@ class DecidedLayer:
 
     def _swap(self, forward: Function) -> Function:
         manager, program, span, check = self.manager, self.program, self.span, self.check
-        schedule, offset = manager.schedule, span.offset
 
         def swapping(*args: Any, **kwargs: Any) -> Any:
             refuse_compilation(program.layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = schedule.enter(offset)
+            first = span.enter()
             run = Run(program, manager, first)
             with saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack):
                 output = forward(*args, **kwargs)
@@ -162,7 +166,7 @@ class DecidedLayer:
             refuse_compilation(self.program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = self.span.schedule.enter(self.span.offset)
+            first = self.span.enter()
             run = self.run = _Recomputing(self.program, self.manager, first)
             try:
                 with saved_tensors_hooks(run.pack if self.check is None else self.check.packing(run), unpack):
@@ -266,12 +270,13 @@ class Run:
 class _Recomputing(Run):
     """One run of a layer in which calls are captured. ``end`` empties it."""
 
-    __slots__ = ("given", "name", "open", "place", "program", "registry", "turns")
+    __slots__ = ("begun", "given", "name", "open", "program", "registry", "turns")
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         super().__init__(program, manager, first)
         self.program = program
-        self.place = 0
+        self.begun = 0
+        """How many tensors had been saved when the running call began."""
         self.registry = Registry()
         self.turns: dict[Any, int] = {}
         self.name = ""
@@ -283,18 +288,6 @@ class _Recomputing(Run):
         if self.departures is not None:
             self.registry.send_away(self.departures.find)
         self.registry, self.turns, self.given = Registry(), {}, []
-
-    def pack(self, tensor: Tensor) -> Tensor | Saved:
-        """What autograd saves in place of ``tensor``."""
-        # As in Run, and not by calling it: this is done for every tensor that is saved.
-        number = self.number
-        self.number = number + 1
-        self.place += 1
-        try:
-            action = self.actions[number]
-        except IndexError:
-            return without_graph(tensor)
-        return tensor if action is None else self.act(tensor, action)
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
@@ -317,7 +310,7 @@ class _Recomputing(Run):
 
     def _begin(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         program, registry = self.program, self.registry
-        self.name, self.place = name, 0
+        self.name, self.begun = name, self.number
         given = [value for value in args if isinstance(value, Tensor)]
         if kwargs or len(given) < len(args):
             given = tensors_of((args, kwargs))
@@ -346,8 +339,9 @@ class _Recomputing(Run):
             produced.call.want_output(produced.output)
             return produced
         if self.open is not None and action.owner == self.name:
-            self.open.want_inside(self.place - 1)
-            return Inside(self.open, self.place - 1)
+            place = self.number - 1 - self.begun
+            self.open.want_inside(place)
+            return Inside(self.open, place)
         return self._cast(tensor) if action.cast else None
 
     def _cast(self, tensor: Tensor) -> Cast | None:

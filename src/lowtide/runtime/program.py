@@ -57,7 +57,6 @@ class LayerProgram(NamedTuple):
 
     layer: int
     """The layer's place in the model."""
-    kind: LayerKind
     actions: tuple[Action | None, ...]
     """One for each tensor that is saved, in order; None keeps it."""
     recomputed: Mapping[str, Line]
@@ -135,7 +134,6 @@ def compile_layer(
         )
     return LayerProgram(
         index,
-        kind,
         tuple(actions),
         {name: ledger.line(index, name) for name in recomputed},
         tuple(name for name in asked if not facts[name].repeatable and facts[name].owned),

@@ -36,42 +36,18 @@ from lowtide._torch_private import (
     autocast_contexts,
     autocast_state,
     finish_collective,
-    inner_tensor,
-    landed_tensor,
     set_grad_enabled,
     storage_key,
-    subclass_wrapper,
     version_of,
 )
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
+from lowtide.operators.wrappers import Function
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.saved import Saved, unpack
+from lowtide.runtime.view import View
 
 __all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry"]
-
-Function = Callable[..., Any]
-
-
-class _View(NamedTuple):
-    """How a tensor sees a storage."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    wrap: Callable[[Tensor], Tensor] | None
-    """Makes a tensor subclass, such as a DTensor, of the plain tensor; None where it was plain."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The same view of another storage. A view of a subclass is one of the plain tensor that it holds."""
-        whole = landed_tensor(tensor)
-        if whole.dtype is self.dtype:
-            part = whole.as_strided(self.shape, self.stride, self.offset)
-        else:  # real numbers seen as complex, or the reverse
-            empty = torch.empty(0, dtype=self.dtype, device=whole.device)
-            part = empty.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
-        return part if self.wrap is None else self.wrap(part)
 
 
 class Produced(NamedTuple):
@@ -79,7 +55,7 @@ class Produced(NamedTuple):
 
     call: CapturedCall
     output: int
-    view: _View | None
+    view: View | None
     """None for the output itself."""
 
     def here(self) -> Tensor:
@@ -289,7 +265,7 @@ class Registry:
         entry = self.entries.get(id(base))
         if entry is None or entry[0]() is not base or version_of(tensor) != entry[3]:
             return None
-        return Produced(entry[1], entry[2], _view_of(tensor))
+        return Produced(entry[1], entry[2], View.by(tensor))
 
     def find_by_storage(self, tensor: Tensor) -> Produced | None:
         """As :meth:`find`, for what is neither the object nor a view that autograd knows of, such as a local part."""
@@ -297,7 +273,7 @@ class Registry:
         for reference, call, index, version in self.entries.values():
             output = reference()
             if output is not None and storage_key(output) == key and version_of(output) == version:
-                return Produced(call, index, _view_of(tensor))
+                return Produced(call, index, View.by(tensor))
         return None
 
     def hold(self, tensor: Any) -> Any:
@@ -320,12 +296,6 @@ class Registry:
                 saved = away(tensor)
                 if saved is not None:
                     held.requires_grad, held.tensor = tensor.requires_grad, saved
-
-
-def _view_of(tensor: Tensor) -> _View:
-    wrap = subclass_wrapper(tensor)
-    plain = tensor if wrap is None else inner_tensor(tensor)
-    return _View(plain.shape, plain.stride(), int(plain.storage_offset()), plain.dtype, wrap)
 
 
 class RandomState:

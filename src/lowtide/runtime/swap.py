@@ -42,6 +42,7 @@ from lowtide.runtime.places import DiskPlace, HostPlace, Link
 from lowtide.runtime.saved import unpack
 from lowtide.runtime.schedule import Schedule
 from lowtide.runtime.transfer import Copy
+from lowtide.runtime.view import View
 
 __all__ = ["Departures", "SwapManager", "Swapped", "copy_on_host"]
 
@@ -211,18 +212,13 @@ def copy_on_host(tensor: Tensor, line: Line) -> _Copied | None:
 class SwappedView:
     """Another view of a swapped storage."""
 
-    __slots__ = ("dtype", "offset", "shape", "stride", "swapped")
+    __slots__ = ("swapped", "view")
 
     def __init__(self, swapped: Swapped | _Copied, tensor: Tensor) -> None:
-        self.swapped, self.dtype = swapped, tensor.dtype
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.swapped, self.view = swapped, View.by(tensor)
 
     def tensor(self) -> Tensor:
-        whole = self.swapped.tensor()
-        if whole.dtype == self.dtype:
-            return whole.as_strided(self.shape, self.stride, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return empty.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        return self.view.of(self.swapped.tensor())
 
 
 class _Gathered:

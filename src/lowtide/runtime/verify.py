@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import inner_tensor
 from lowtide.errors import VerificationError
 from lowtide.operators.calls import tensors_of
 from lowtide.policy import Policy
 from lowtide.runtime.apply import apply
+from lowtide.runtime.checked import bits
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.receipt import Receipt
 
@@ -131,10 +131,5 @@ def _loss_of(output: Any) -> Tensor:
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    first, second = inner_tensor(one), inner_tensor(other)
-    same_bits = first.shape == second.shape and first.dtype == second.dtype
-    return same_bits and torch.equal(_bits(first), _bits(second))  # equal bits: NaN equals itself here
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(bits(one), bits(other))  # equal bits: NaN equals itself here

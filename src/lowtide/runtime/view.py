@@ -1,0 +1,41 @@
+"""How a tensor sees a storage, so that another storage with the same bytes can be seen the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide._torch_private import inner_tensor, landed_tensor, subclass_wrapper
+
+__all__ = ["View"]
+
+
+class View(NamedTuple):
+    """A tensor's layout in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    wrap: Callable[[Tensor], Tensor] | None
+    """Makes a tensor subclass, such as a DTensor, of the plain tensor; None where it was plain."""
+
+    @staticmethod
+    def by(tensor: Tensor) -> View:
+        """The way ``tensor`` sees its storage. A view of a subclass is one of the plain tensor that it holds."""
+        wrap = subclass_wrapper(tensor)
+        plain = tensor if wrap is None else inner_tensor(tensor)
+        return View(plain.shape, plain.stride(), int(plain.storage_offset()), plain.dtype, wrap)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same view of another tensor's storage."""
+        whole = landed_tensor(tensor)
+        if whole.dtype is self.dtype:
+            part = whole.as_strided(self.shape, self.stride, self.offset)
+        else:  # real numbers seen as complex, or the reverse
+            empty = torch.empty(0, dtype=self.dtype, device=whole.device)
+            part = empty.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        return part if self.wrap is None else self.wrap(part)
