@@ -1,0 +1,1 @@
+"""Reference models whose operators have the names of the MindSpore Transformers guide."""
