@@ -3,6 +3,7 @@
 ::
 
     LowtideError
+    ├── CheckpointError         a checkpoint cannot be written, or is damaged, or does not fit the run
     ├── ConfigError             a configuration file cannot be used
     ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PolicyError             a Policy cannot be read, or does not fit its model
@@ -19,6 +20,7 @@ Every message says what was found, where, what was expected and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "LowtideError",
     "ModelError",
@@ -34,6 +36,10 @@ __all__ = [
 
 class LowtideError(Exception):
     """The base of every exception of lowtide."""
+
+
+class CheckpointError(LowtideError):
+    """A checkpoint cannot be written, or is damaged, or does not fit the run that reads it."""
 
 
 class ConfigError(LowtideError):
