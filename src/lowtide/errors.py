@@ -4,6 +4,7 @@
 
     LowtideError
     ├── ConfigError             a configuration file cannot be used
+    ├── DataError               training data cannot be read, or does not fit the model
     ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PolicyError             a Policy cannot be read, or does not fit its model
     │   ├── PatternError        a pattern is not written as the pattern language asks
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigError",
+    "DataError",
     "LowtideError",
     "ModelError",
     "PatternError",
@@ -38,6 +40,10 @@ class LowtideError(Exception):
 
 class ConfigError(LowtideError):
     """A configuration file cannot be used; the message lists every problem with its position."""
+
+
+class DataError(LowtideError):
+    """Training data cannot be read, or does not fit the model."""
 
 
 class ModelError(LowtideError):
