@@ -5,6 +5,7 @@
     LowtideError
     ├── CheckpointError         a checkpoint cannot be written, or is damaged, or does not fit the run
     ├── ConfigError             a configuration file cannot be used
+    ├── DataError               training data cannot be read, or does not fit the model
     ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PolicyError             a Policy cannot be read, or does not fit its model
     │   ├── PatternError        a pattern is not written as the pattern language asks
@@ -22,6 +23,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataError",
     "LowtideError",
     "ModelError",
     "PatternError",
@@ -44,6 +46,10 @@ class CheckpointError(LowtideError):
 
 class ConfigError(LowtideError):
     """A configuration file cannot be used; the message lists every problem with its position."""
+
+
+class DataError(LowtideError):
+    """Training data cannot be read, or does not fit the model."""
 
 
 class ModelError(LowtideError):
