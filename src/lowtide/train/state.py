@@ -176,23 +176,17 @@ def problems_between(wanted: Mapping[str, Any], stored: Mapping[str, Stored]) ->
 def _restore_optimizer(
     part: nn.Module, optimizer: Optimizer, states: dict[str, Any], loaded: Mapping[str, Any]
 ) -> None:
-    held = {
-        name: loaded[_renamed(OPTIMIZER, name)] if name.startswith("state.") else value
-        for name, value in states.items()
-        if not name.startswith("state.") or _renamed(OPTIMIZER, name) in loaded
-    }
-    if not any(name.startswith("state.") for name in held):
-        optimizer.state.clear()
-        return
-    set_optimizer_state_dict(part, optimizer, held, options=BY_NAME)
-    # A parameter that had no state when saved, because it never had a gradient, comes back with empty values.
-    stateless = [one for one, state in optimizer.state.items() if any(_is_empty(value) for value in state.values())]
+    made_up = {id(value) for name, value in _states(states).items() if _renamed(OPTIMIZER, name) not in loaded}
+    # A parameter without states in the checkpoint never had a gradient. It must begin without, not with a step of zeros.
+    stateless = [
+        parameter
+        for parameter, state in optimizer.state.items()
+        if any(isinstance(value, Tensor) and id(value) in made_up for value in state.values())
+    ]
+    held = {name: loaded.get(_renamed(OPTIMIZER, name), value) for name, value in _states(states).items()}
+    set_optimizer_state_dict(part, optimizer, {**states, **held}, options=BY_NAME)
     for parameter in stateless:
         del optimizer.state[parameter]
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value
 
 
 def _states(flat: Mapping[str, Any]) -> dict[str, Any]:
