@@ -220,6 +220,13 @@ def test_another_model_is_refused_with_the_nearest_names(tmp_path: Path) -> None
             checkpoints.resume(state_of(nn.ModuleDict({"first": nn.Linear(2, 3)})))
 
 
+def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    state = saved(tmp_path, [1])
+    state.optimizers = [torch.optim.AdamW(state.parts[0].parameters(), amsgrad=True)]
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="max_exp_avg_sq is not in it"):
+        checkpoints.resume(state)
+
+
 def test_progress_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     state = programs.build("one", seed=0)
     state.progress["loss"] = torch.ones(1)

@@ -94,8 +94,12 @@ class TrainState:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()  # what is not in the checkpoint must not stay
             states = get_optimizer_state_dict(part, optimizer, options=BY_NAME)
-            held = {name: value for name, value in _prefixed(OPTIMIZER, _states(states)).items() if name in stored}
-            problems += problems_between(held, stored)
+            named = _prefixed(OPTIMIZER, _states(states))
+            held = {name: value for name, value in named.items() if name in stored}
+            # A parameter that never had a gradient has no states; one that has some of them has another optimizer's.
+            begun = {name.rpartition(".")[0] for name in held}
+            expected = {name: value for name, value in named.items() if name.rpartition(".")[0] in begun}
+            problems += problems_between(expected, stored)
             self._restoring.append(states)
             wanted |= held
         if problems:
@@ -177,7 +181,7 @@ def _restore_optimizer(
     part: nn.Module, optimizer: Optimizer, states: dict[str, Any], loaded: Mapping[str, Any]
 ) -> None:
     made_up = {id(value) for name, value in _states(states).items() if _renamed(OPTIMIZER, name) not in loaded}
-    # A parameter without states in the checkpoint never had a gradient. It must begin without, not with a step of zeros.
+    # A parameter without states in the checkpoint never had a gradient: it begins without, not with a step of zeros.
     stateless = [
         parameter
         for parameter, state in optimizer.state.items()

@@ -1,0 +1,252 @@
+"""Kill a training job at random moments, resume it, and compare with a run that nobody disturbed.
+
+    python benchmarks/crash.py --json
+    python benchmarks/crash.py --quick
+
+Two ranks train under FSDP2 and save a checkpoint every few steps, synchronously in one run and asynchronously in the
+next. SIGKILL hits the whole job or one rank (the other follows a moment later), at a random moment or, for a fifth of
+the kills, while an uncommitted checkpoint is on the disk. The job is started again until its run is finished.
+
+Counted are: committed checkpoints that a resume did not reach (``lost_committed``: a rank had been told that it was
+committed); starts that could not load, and committed directories that a separate process could not load
+(``unloadable``); losses, norms and states that are not bit by bit those of the undisturbed run
+(``resume_not_bitwise``); and runs whose samples, each step counted once, are not exactly those of the undisturbed run
+(``samples_duplicated_or_skipped``).
+
+SIGKILL leaves the operating system up: what it has taken over it still writes. A power cut is not tried here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from crash_job import RANKS, STEPS, Job, inspect, start
+
+KILLS, QUICK = 200, 20
+PATIENCE = 120.0  # seconds without an end: the job hangs
+
+
+@dataclass
+class Attempt:
+    """One start of the job and how it ended."""
+
+    job: Job
+    target: str
+    """What the kill aimed at: a random moment or a save."""
+    killed: float | None = None
+    """When; None if the run was finished before."""
+    one_rank: bool = False
+    during_save: bool = False
+    """Whether an uncommitted checkpoint was left."""
+    lines: list[list[dict[str, Any]]] = field(default_factory=list)
+    """What each rank said."""
+    contents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a separate process found in each committed checkpoint."""
+
+
+@dataclass
+class Findings:
+    """What is wrong; nothing should be."""
+
+    lost_committed: list[str] = field(default_factory=list)
+    unloadable: list[str] = field(default_factory=list)
+    resume_not_bitwise: list[str] = field(default_factory=list)
+    samples_duplicated_or_skipped: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} kills instead of {KILLS}")
+    parser.add_argument("--kills", type=int, metavar="NUMBER", help="as many kills")
+    parser.add_argument("--seed", type=int, default=0, metavar="NUMBER", help="other moments")
+    arguments = parser.parse_args()
+    kills = arguments.kills or (QUICK if arguments.quick else KILLS)
+    console, begin, dice = Console(stderr=True, width=120), time.perf_counter(), random.Random(arguments.seed)
+    directory = Path(tempfile.mkdtemp(prefix="lowtide-crash-"))
+    try:
+        reference = undisturbed(directory)
+        runs: list[list[Attempt]] = []
+        findings = Findings()
+        while (left := kills - sum(one.killed is not None for run in runs for one in run)) > 0:
+            number = len(runs)
+            saves = sum(one.during_save for run in runs for one in run)
+            run = disturbed(directory / f"run_{number}", number % 2 == 1, left, kills // 5 - saves, dice)
+            compare(f"run {number}", run, reference, findings)
+            runs.append(run)
+            shutil.rmtree(directory / f"run_{number}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    attempts = [one for run in runs for one in run]
+    figures = {
+        "kills": sum(one.killed is not None for one in attempts),
+        **{name: len(found) for name, found in vars(findings).items()},
+        "kills_during_saves": sum(one.during_save for one in attempts),
+        "kills_during_asynchronous_saves": sum(one.during_save and one.job.asynchronous for one in attempts),
+        "kills_of_one_rank": sum(one.one_rank for one in attempts),
+        "runs": len(runs),
+        "seconds": round(time.perf_counter() - begin),
+    }
+    table = Table("what", "count")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), str(value))
+    console.print(table)
+    for found in vars(findings).values():
+        for line in found[:10]:
+            console.print(line, style="red", markup=False, highlight=False)
+    if arguments.json:
+        print(json.dumps(figures))
+    return 1 if any(vars(findings).values()) else 0
+
+
+def undisturbed(directory: Path) -> list[list[dict[str, Any]]]:
+    """What each rank says when nobody disturbs it."""
+    job = Job(directory / "reference", directory / "reference_checkpoints", asynchronous=False)
+    processes = start(job, reference=True)
+    if not finished(processes, time.time() + PATIENCE):
+        raise SystemExit("the undisturbed run does not end")
+    lines = [list(said(job, rank)) for rank in range(RANKS)]
+    if any("done" not in line[-1] for line in lines):
+        raise SystemExit(f"the undisturbed run failed: {[line[-1] for line in lines]}")
+    return lines
+
+
+def disturbed(directory: Path, asynchronous: bool, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
+    """One run with at most so many kills, until it is finished; ``saves`` of them should still hit a save."""
+    attempts: list[Attempt] = []
+    while not attempts or attempts[-1].killed is not None:
+        job = Job(directory / f"attempt_{len(attempts)}", directory / "checkpoints", asynchronous)
+        target = "save" if saves > 0 and dice.random() < 0.4 else "moment"
+        attempt = Attempt(job, target)
+        before = uncommitted(job.checkpoints)
+        processes = start(job)
+        done = not kills or not wait_for_moment(attempt, processes, before, dice)
+        if done:
+            if not finished(processes, time.time() + PATIENCE):
+                raise SystemExit("a run that was not killed does not end")
+        else:
+            kill(attempt, processes, dice)
+            kills -= 1
+            attempt.during_save = bool(uncommitted(job.checkpoints) - before)
+            saves -= attempt.during_save
+        attempt.lines = [list(said(job, rank)) for rank in range(RANKS)]
+        report = job.directory / "contents.json"
+        os.waitpid(inspect(job.checkpoints, report), 0)
+        attempt.contents = (
+            json.loads(report.read_text()) if report.exists() else {"": {"error": "no report", "step": -1}}
+        )
+        attempts.append(attempt)
+    return attempts
+
+
+def wait_for_moment(attempt: Attempt, processes: list[int], before: set[str], dice: random.Random) -> bool:
+    """Wait for the moment to kill; False if the run was finished before it came."""
+    if attempt.target == "moment":
+        return not finished(processes, time.time() + dice.uniform(0.05, 2.5), reap=False)
+    while not finished(processes, time.time() + 0.0005, reap=False):
+        if uncommitted(attempt.job.checkpoints) - before:
+            time.sleep(dice.uniform(0, 0.03))
+            return True
+    return False
+
+
+def kill(attempt: Attempt, processes: list[int], dice: random.Random) -> None:
+    """Kill the whole job, or one rank and a moment later the other, as torchrun would."""
+    attempt.one_rank = dice.random() < 0.3
+    attempt.killed = time.time()
+    for process in dice.sample(processes, len(processes)):
+        os.kill(process, signal.SIGKILL)
+        if attempt.one_rank:
+            time.sleep(dice.uniform(0, 0.2))
+    for process in processes:
+        os.waitpid(process, 0)
+
+
+def finished(processes: list[int], until: float, *, reap: bool = True) -> bool:
+    """Whether all processes end before ``until``; they stay known to the system unless they are reaped."""
+    flags = os.WEXITED | (0 if reap else os.WNOWAIT)
+    for process in processes:
+        while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.time() > until:
+                return False
+            time.sleep(0.0005)
+    if reap:
+        for process in processes:
+            os.waitid(os.P_PID, process, flags)
+    return True
+
+
+def uncommitted(checkpoints: Path) -> set[str]:
+    """The checkpoints that have no marker."""
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    return {name for name in names if not (checkpoints / name / "committed.json").exists()}
+
+
+def said(job: Job, rank: int) -> Iterator[dict[str, Any]]:
+    """The lines of a rank; the last may be cut off."""
+    path = job.directory / f"rank_{rank}.jsonl"
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def compare(name: str, run: list[Attempt], reference: list[list[dict[str, Any]]], findings: Findings) -> None:
+    """Compare a run that was killed and resumed with the one that was not."""
+    wanted = [{line["step"]: line for line in lines if "step" in line} for lines in reference]
+    digests = {line["state"]: line["digest"] for line in reference[0] if "state" in line}
+    done = reference[0][-1]["done"]
+    committed = 0
+    history: list[dict[int, list[int]]] = [{} for _ in range(RANKS)]
+    for number, attempt in enumerate(run):
+        where = f"{name}, start {number}"
+        for rank, lines in enumerate(attempt.lines):
+            for line in lines:
+                if "resumed" in line:
+                    if line["resumed"] < committed:
+                        findings.lost_committed.append(f"{where}: resumed {line['resumed']}, committed {committed}")
+                    if line["resumed"] and line["resumed"] not in digests:
+                        findings.resume_not_bitwise.append(f"{where}: resumed from step {line['resumed']}")
+                    history[rank] = {step: ids for step, ids in history[rank].items() if step <= line["resumed"]}
+                elif "step" in line:
+                    if line != wanted[rank][line["step"]]:
+                        findings.resume_not_bitwise.append(f"{where}, rank {rank}: {line}")
+                    if line["step"] in history[rank]:
+                        findings.samples_duplicated_or_skipped.append(f"{where}: step {line['step']} twice")
+                    history[rank][line["step"]] = line["sample_ids"]
+                elif "done" in line and line["done"] != done:
+                    findings.resume_not_bitwise.append(f"{where}: the state at the end")
+                elif "error" in line and (attempt.killed is None or line["time"] < attempt.killed):
+                    findings.unloadable.append(f"{where}, rank {rank}: {line['error']}")
+        for checkpoint, content in attempt.contents.items():
+            if "error" in content:
+                findings.unloadable.append(f"{where}: {checkpoint}: {content['error']}")
+            elif content["digest"] != digests[content["step"]]:
+                findings.resume_not_bitwise.append(f"{where}: {checkpoint} holds another state")
+        told = [line["committed"] for lines in attempt.lines for line in lines if "committed" in line]
+        committed = max([committed, *told])
+        if max((content["step"] for content in attempt.contents.values()), default=0) < committed:
+            findings.lost_committed.append(f"{where}: step {committed} is not on the disk")
+    for rank in range(RANKS):
+        found = [one for step in sorted(history[rank]) for one in history[rank][step]]
+        exact = [one for step in range(1, STEPS + 1) for one in wanted[rank][step]["sample_ids"]]
+        if found != exact:
+            findings.samples_duplicated_or_skipped.append(f"{name}, rank {rank}: {len(found)} of {len(exact)} samples")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
