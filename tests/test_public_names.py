@@ -12,11 +12,14 @@ from lowtide.cli.main import app
 
 NAMES = [
     "Catalogue",
+    "CheckpointError",
     "CommRule",
     "ConfigError",
+    "DataError",
     "Decision",
     "Handle",
     "Keep",
+    "LaunchError",
     "LayerPolicy",
     "Limits",
     "LowtideError",
@@ -31,6 +34,7 @@ NAMES = [
     "Recompute",
     "Resolution",
     "Rule",
+    "RunDirectoryError",
     "Swap",
     "SwapError",
     "UnitError",

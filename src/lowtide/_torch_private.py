@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunction
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +33,7 @@ __all__ = [
     "compiled_call",
     "current_backward",
     "finish_collective",
+    "flattened",
     "inner_tensor",
     "is_collective",
     "is_compiled",
@@ -241,3 +243,8 @@ def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]
 def _device_kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
+    """Some dimensions of a mesh as one, known to the mesh by ``name``."""
+    return mesh[names]._flatten(name)
