@@ -3,7 +3,9 @@
 ::
 
     LowtideError
+    ├── CheckpointError         a checkpoint cannot be written, or is damaged, or does not fit the run
     ├── ConfigError             a configuration file cannot be used
+    ├── DataError               training data cannot be read, or does not fit the model
     ├── LaunchError             the processes of a run cannot be started, or do not find each other
     ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PolicyError             a Policy cannot be read, or does not fit its model
@@ -21,7 +23,9 @@ Every message says what was found, where, what was expected and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
+    "DataError",
     "LaunchError",
     "LowtideError",
     "ModelError",
@@ -40,8 +44,16 @@ class LowtideError(Exception):
     """The base of every exception of lowtide."""
 
 
+class CheckpointError(LowtideError):
+    """A checkpoint cannot be written, or is damaged, or does not fit the run that reads it."""
+
+
 class ConfigError(LowtideError):
     """A configuration file cannot be used; the message lists every problem with its position."""
+
+
+class DataError(LowtideError):
+    """Training data cannot be read, or does not fit the model."""
 
 
 class LaunchError(LowtideError):
