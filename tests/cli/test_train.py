@@ -42,7 +42,14 @@ def test_a_rank_is_told_exactly_what_the_command_was_told(file: Path) -> None:
     texts = ["context.memory_optimize_level='O0'", "model.model_config.offset=[1, 0]", "seed=7"]
     values, check = _read(file, texts, "finetune", "True", 4)
     options = _options(
-        check, resume="auto", fresh=False, dry_run=True, log_dir=Path("output/msrun"), watchdog=60.0, as_json=True
+        check,
+        resume="auto",
+        fresh=False,
+        dry_run=True,
+        log_dir=Path("output/msrun"),
+        watchdog=60.0,
+        timeout=30.0,
+        as_json=True,
     )
     assert options.run_directory == Path("output")
     assert values["runner_config", "gradient_accumulation_steps"] == 4
@@ -50,17 +57,16 @@ def test_a_rank_is_told_exactly_what_the_command_was_told(file: Path) -> None:
     again, check = _read(rank["file"], rank["overrides"], rank["run_mode"], rank["use_parallel"], rank["accumulation"])
     assert again == values
     assert [type(value) for value in again.values()] == [type(value) for value in values.values()]
-    keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "as_json")
+    keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "timeout", "as_json")
     assert _options(check, **{key: rank[key] for key in keys}) == options
     assert rank["processes"] is None  # a rank starts nobody
 
 
 def test_logs_are_in_the_run_directory_unless_said_otherwise(file: Path) -> None:
-    nothing: dict[str, Any] = {
-        "resume": None, "fresh": False, "dry_run": False, "log_dir": None, "watchdog": None, "as_json": False,
-    }  # fmt: skip
+    nothing: dict[str, Any] = dict.fromkeys(("resume", "log_dir", "watchdog"))
+    plain = {"fresh": False, "dry_run": False, "timeout": 900.0, "as_json": False}
     _, check = _read(file, ["output_dir=somewhere"], None, None, None)
-    assert _options(check, **nothing).log_dir == Path("somewhere/logs")
+    assert _options(check, **(nothing | plain)).log_dir == Path("somewhere/logs")
 
 
 def test_a_process_that_torchrun_started_is_a_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
