@@ -14,9 +14,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lowtide.errors import RunDirectoryError
 from lowtide.train.launch import launched, tie_to_launcher
 from lowtide.train.logs import start_logging
 from lowtide.train.options import restarted
+from lowtide.train.run_directory import RunDirectory, on_first_rank, open_run_directory
+
+
+def open_it(path: Path) -> RunDirectory:
+    return open_run_directory(path, settings={}, config="", checkpoint=None)
+
+
+def refuse() -> RunDirectory:
+    raise RunDirectoryError("refused by rank 0")
 
 
 def main(log_dir: Path, deed: str) -> None:
@@ -28,6 +38,12 @@ def main(log_dir: Path, deed: str) -> None:
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     log.info("sum %g of %d ranks, process %d", total.item(), dist.get_world_size(), os.getpid())
+    run = on_first_rank(lambda: open_it(log_dir / "run"))
+    log.info("run directory %s", run.path.name)
+    try:
+        on_first_rank(refuse)
+    except RunDirectoryError as error:
+        log.info("every rank knows: %s", error)
     print(f"printed by {rank}", flush=True)
     if deed == "wait":
         (log_dir / f"waiting_{rank}").write_text(str(os.getpid()))

@@ -64,6 +64,27 @@ COMMANDS = {
     "selftest": ["--device", "--json", "--output", "--small", "-o"],
     "operators": ["--autocast", "--batch", "--json", "--layers", "--sequence", "MODEL"],
     "schema": ["--json", "--output", "-o"],
+    "train": [
+        "--config",
+        "--dry-run",
+        "--fresh",
+        "--gradient_accumulation_steps",
+        "--json",
+        "--log-dir",
+        "--master-addr",
+        "--master-port",
+        "--max-restarts",
+        "--nnodes",
+        "--node-rank",
+        "--nproc",
+        "--resume",
+        "--run_mode",
+        "--set",
+        "--timeout",
+        "--use_parallel",
+        "--watchdog",
+        "CONFIG",
+    ],
 }
 
 

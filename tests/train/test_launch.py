@@ -74,6 +74,8 @@ def test_ranks_meet_and_each_has_its_own_log(tmp_path: Path, capfd: pytest.Captu
         text = (tmp_path / f"worker_{rank}.log").read_text()
         assert f"[rank {rank}]" in text
         assert "-INFO - sum 3 of 2 ranks" in text
+        assert "run directory run\n" in text  # opened by rank 0 alone, known to both
+        assert "every rank knows: refused by rank 0" in text
     # Rank 0's lines are on the terminal too, the others' are not; what a rank prints itself likewise.
     shown = capfd.readouterr()
     assert shown.err.count("sum 3 of 2 ranks") == 1

@@ -118,7 +118,13 @@ MasterPort = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=1, help="How long to wait for all nodes.", rich_help_panel=NODES),
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=1,
+        help="How long to wait for other ranks, at the start and in a collective.",
+        rich_help_panel=NODES,
+    ),
 ]
 Config = Annotated[
     Path | None,
@@ -194,7 +200,14 @@ def train(
     try:
         values, check = _read(path, overrides or [], run_mode, use_parallel, accumulation)
         options = _options(
-            check, resume=resume, fresh=fresh, dry_run=dry_run, log_dir=log_dir, watchdog=watchdog, as_json=as_json
+            check,
+            resume=resume,
+            fresh=fresh,
+            dry_run=dry_run,
+            log_dir=log_dir,
+            watchdog=watchdog,
+            timeout=timeout,
+            as_json=as_json,
         )
         asked = {
             "nodes": nodes,
@@ -205,8 +218,9 @@ def train(
             "max_restarts": max_restarts,
             "log_dir": options.log_dir,
         }
-        settings = _launch(processes, asked, parallel=_says(use_parallel))
+        settings = None if dry_run else _launch(processes, asked, parallel=_says(use_parallel))
         if settings is None:
+            _note_single(check, options)
             from lowtide.train.main import train as run
 
             code = run(path, values, options)
@@ -267,6 +281,7 @@ def _options(
     dry_run: bool,
     log_dir: Path | None,
     watchdog: float | None,
+    timeout: float,
     as_json: bool,
 ) -> TrainOptions:
     from lowtide.train.launch import launched
@@ -286,6 +301,7 @@ def _options(
         resume=resume,
         fresh=fresh,
         watchdog=watchdog,
+        timeout=timeout,
         redirect=launched(),
         restarted=restarted(),
     )
@@ -313,11 +329,17 @@ def _launch(processes: str | None, asked: dict[str, Any], *, parallel: bool | No
     return Launch(processes=count, **asked)
 
 
+def _note_single(check: Check, options: TrainOptions) -> None:
+    assert check.settings is not None
+    if check.settings.top_level.use_parallel and _rank() is None and not options.dry_run:
+        typer.echo("note: use_parallel is true, and this is one process; --nproc N starts more", err=True)
+
+
 def _arguments(file: Path, values: Values, options: TrainOptions) -> list[str]:
     """The command line of one rank: the same run, without starting processes."""
     import json
 
-    arguments = ["train", str(file), "--log-dir", str(options.log_dir)]
+    arguments = ["train", str(file), "--log-dir", str(options.log_dir), "--timeout", str(options.timeout)]
     for path, value in values.items():  # JSON is YAML, and keeps the type of each value
         arguments += ["--set", ".".join(map(str, path)) + "=" + json.dumps(value)]
     if options.resume is not None:

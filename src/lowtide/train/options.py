@@ -27,6 +27,8 @@ class TrainOptions:
     """Move an earlier run in the run directory aside and start from the beginning."""
     watchdog: float | None = None
     """Seconds without progress after which each rank says where it stands; 0 for never; None for the default."""
+    timeout: float = 900.0
+    """Seconds to wait for other ranks, at the start and in a collective."""
     redirect: bool = False
     """Whether what a rank prints, and what libraries print in it, goes to its log instead of the terminal."""
     restarted: bool = False
