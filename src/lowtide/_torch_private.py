@@ -37,6 +37,8 @@ __all__ = [
     "is_compiled",
     "is_own_output",
     "landed_tensor",
+    "multiply_all",
+    "norms_of",
     "set_grad_enabled",
     "storage_bytes",
     "storage_key",
@@ -241,3 +243,14 @@ def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]
 def _device_kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor in float32, whatever its own type; few kernels for all of them."""
+    norms: list[Tensor] = list(torch._foreach_norm(tensors, 2.0, torch.float32))
+    return norms
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a number on their device; few kernels for all of them."""
+    torch._foreach_mul_(tensors, factor)
