@@ -39,6 +39,8 @@ __all__ = [
     "is_compiled",
     "is_own_output",
     "landed_tensor",
+    "multiply_all",
+    "norms_of",
     "set_grad_enabled",
     "storage_bytes",
     "storage_key",
@@ -248,3 +250,14 @@ def _device_kinds() -> tuple[str, ...]:
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
     """Some dimensions of a mesh as one, known to the mesh by ``name``."""
     return mesh[names]._flatten(name)
+
+
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor in float32, whatever its own type; few kernels for all of them."""
+    norms: list[Tensor] = list(torch._foreach_norm(tensors, 2.0, torch.float32))
+    return norms
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a number on their device; few kernels for all of them."""
+    torch._foreach_mul_(tensors, factor)
