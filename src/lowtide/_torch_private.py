@@ -34,6 +34,7 @@ __all__ = [
     "current_backward",
     "finish_collective",
     "flattened",
+    "held_indices",
     "inner_tensor",
     "is_collective",
     "is_compiled",
@@ -261,3 +262,24 @@ def norms_of(tensors: list[Tensor]) -> list[Tensor]:
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by a number on their device; few kernels for all of them."""
     torch._foreach_mul_(tensors, factor)
+
+
+def held_indices(tensor: Tensor) -> list[Tensor]:
+    """For each dimension of a DTensor the places in the whole tensor that this rank holds, in its order.
+
+    Placements are followed as DTensor itself splits, so that shards of shards come out right. A rank outside the mesh
+    holds nothing.
+    """
+    whole: Any = tensor
+    coordinate = whole.device_mesh.get_coordinate()
+    held = [torch.arange(size if coordinate is not None else 0) for size in whole.shape]
+    for axis, placement in enumerate(whole.placements):
+        if coordinate is None or not hasattr(placement, "_split_tensor"):
+            continue
+        dimension = placement.dim % len(held)
+        shape = [-1 if one == dimension else 1 for one in range(len(held))]
+        parts, _ = placement._split_tensor(
+            held[dimension].view(shape), whole.device_mesh.size(axis), with_padding=False, contiguous=False
+        )
+        held[dimension] = parts[coordinate[axis]].reshape(-1)
+    return held

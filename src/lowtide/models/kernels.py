@@ -161,7 +161,7 @@ def _halves_backward(gradient: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True)
 
 
 def _run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -169,6 +169,17 @@ def _run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
     # not the same in a call and in its repetition, is not to make another kernel.
     with DisableTorchFunction(), torch.no_grad():
         return _compiled(function)(*tensors)
+
+
+def _plain(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The same contiguous values in another shape, and no view: of a view the compiler compiles the base's shape in."""
+    whole = tensor.contiguous()
+    plain = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return plain.set_(whole.untyped_storage(), whole.storage_offset(), shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return _plain(tensor, (tensor.numel(),))
 
 
 # SwiGLU as one operator.
@@ -184,7 +195,7 @@ def _swiglu(gate: Tensor, up: Tensor, implementation: str) -> Tensor:
         _, _, output = swiglu_forward(gate.contiguous(), up.contiguous())
         fused: Tensor = output.view(gate.shape)
         return fused
-    flat: Tensor = _run_compiled(_swiglu_forward, gate.reshape(-1), up.reshape(-1))
+    flat: Tensor = _run_compiled(_swiglu_forward, _flat(gate), _flat(up))
     return flat.view(gate.shape)
 
 
@@ -202,9 +213,7 @@ def _swiglu_gradients(gradient: Tensor, gate: Tensor, up: Tensor, implementation
             gradient.contiguous(),
         )
     else:
-        first, second = _run_compiled(
-            _swiglu_backward, gradient.contiguous().reshape(-1), gate.reshape(-1), up.reshape(-1)
-        )
+        first, second = _run_compiled(_swiglu_backward, _flat(gradient), _flat(gate), _flat(up))
     return first.view(gate.shape), second.view(gate.shape)
 
 
@@ -241,7 +250,8 @@ def _rope(queries: Tensor, keys: Tensor, cosine: Tensor, sine: Tensor, implement
         from liger_kernel.ops.rope import rope_forward
 
         return _liger_rope(rope_forward, queries, keys, cosine, sine)
-    turned = [_run_compiled(_halves, heads, cosine, sine) for heads in (queries, keys)]
+    tables = [_plain(table, tuple(table.shape)) for table in (cosine, sine)]
+    turned = [_run_compiled(_halves, _plain(heads, tuple(heads.shape)), *tables) for heads in (queries, keys)]
     return turned[0], turned[1]
 
 
@@ -253,7 +263,8 @@ def _rope_gradients(
         from liger_kernel.ops.rope import rope_backward
 
         return _liger_rope(rope_backward, queries, keys, cosine, sine)
-    turned = [_run_compiled(_halves_backward, heads, cosine, sine) for heads in (queries, keys)]
+    tables = [_plain(table, tuple(table.shape)) for table in (cosine, sine)]
+    turned = [_run_compiled(_halves_backward, _plain(heads, tuple(heads.shape)), *tables) for heads in (queries, keys)]
     return turned[0], turned[1]
 
 
