@@ -3,9 +3,9 @@
     python benchmarks/crash.py --json
     python benchmarks/crash.py --quick
 
-Two ranks train under FSDP2 and save a checkpoint every few steps, synchronously in one run and asynchronously in the
-next. SIGKILL hits the whole job or one rank (the other follows a moment later), at a random moment or, for a fifth of
-the kills, while an uncommitted checkpoint is on the disk. The job is started again until its run is finished.
+Two ranks train under FSDP2 and save a checkpoint every few steps, at each start either synchronously or
+asynchronously. SIGKILL hits the whole job or one rank (the other follows a moment later), at a random moment or, for a
+fifth of the kills, while an uncommitted checkpoint is on the disk. The job is started again until its run is finished.
 
 Counted are: committed checkpoints that a resume did not reach (``lost_committed``: a rank had been told that it was
 committed); starts that could not load, and committed directories that a separate process could not load
@@ -86,7 +86,7 @@ def main() -> int:
         while (left := kills - sum(one.killed is not None for run in runs for one in run)) > 0:
             number = len(runs)
             saves = sum(one.during_save for run in runs for one in run)
-            run = disturbed(directory / f"run_{number}", number % 2 == 1, left, kills // 5 - saves, dice)
+            run = disturbed(directory / f"run_{number}", left, kills // 5 - saves, dice)
             compare(f"run {number}", run, reference, findings)
             runs.append(run)
             shutil.rmtree(directory / f"run_{number}")
@@ -126,11 +126,11 @@ def undisturbed(directory: Path) -> list[list[dict[str, Any]]]:
     return lines
 
 
-def disturbed(directory: Path, asynchronous: bool, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
+def disturbed(directory: Path, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
     """One run with at most so many kills, until it is finished; ``saves`` of them should still hit a save."""
     attempts: list[Attempt] = []
     while not attempts or attempts[-1].killed is not None:
-        job = Job(directory / f"attempt_{len(attempts)}", directory / "checkpoints", asynchronous)
+        job = Job(directory / f"attempt_{len(attempts)}", directory / "checkpoints", dice.random() < 0.5)
         target = "save" if saves > 0 and dice.random() < 0.4 else "moment"
         attempt = Attempt(job, target)
         before = uncommitted(job.checkpoints)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from lowtide.errors import CheckpointError
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.state import TrainState
+from lowtide.train.weights import load_weights
 
 WIDTH, LAYERS, ROWS = 6, 4, 4
 
@@ -130,6 +131,13 @@ def load(layout: str, directory: Path) -> tuple[dict[str, str], list[float], dic
     losses = train(state, 4)
     checkpoints.close()
     return loaded, losses, progress
+
+
+def weights(layout: str, path: Path) -> dict[str, str]:
+    """The weights after loading them alone."""
+    state = build(layout, seed=1)
+    load_weights(state.parts, path)
+    return {name: digest for name, digest in digests(state).items() if name.startswith("model.")}
 
 
 def save_several(directory: Path, steps: list[int]) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from lowtide.train.checkpoint import Checkpoints
 from numerics.ranks import Ranks
 from train import checkpoint_programs as programs
 
@@ -29,8 +31,14 @@ def union(*found: dict[str, str]) -> dict[str, str]:
     return whole
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp2", "pp2"])
+CASES = [
+    pytest.param(layout, asynchronous, marks=pytest.mark.slow if asynchronous and layout != "fsdp2" else [])
+    for layout in ("ddp", "fsdp2", "tp2", "pp2")
+    for asynchronous in (False, True)
+]
+
+
+@pytest.mark.parametrize(("layout", "asynchronous"), CASES)
 def test_two_ranks_save_and_any_other_layout_loads(
     layout: str, asynchronous: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -52,6 +60,18 @@ def test_two_ranks_save_and_any_other_layout_loads(
 def test_one_process_saves_and_two_ranks_load(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     saved, _ = programs.save("one", tmp_path, False)
     assert union(*(loaded for loaded, _, _ in ranks.run(programs.load, layout, tmp_path))) == saved
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2"])
+def test_two_ranks_load_weights_alone(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    state = programs.build("one", seed=0)
+    wanted = {name: digest for name, digest in programs.digests(state).items() if name.startswith("model.")}
+    (tmp_path / "plain").mkdir()
+    save_file(state.parts[0].state_dict(), str(tmp_path / "plain" / "model.safetensors"))
+    with Checkpoints(tmp_path / "ours") as checkpoints:
+        checkpoints.save(1, state)
+    for path in (tmp_path / "plain", tmp_path / "ours"):
+        assert union(*ranks.run(programs.weights, layout, path)) == wanted
 
 
 def test_a_file_of_rank_1_is_damaged_and_both_ranks_take_the_one_before(ranks: Ranks, tmp_path: Path) -> None:

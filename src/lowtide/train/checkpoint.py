@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -23,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -32,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from lowtide.errors import CheckpointError
+from lowtide.train.agreement import Agreement
 from lowtide.train.commit import (
     Marker,
     checkpoints_in,
@@ -47,7 +45,7 @@ from lowtide.train.commit import (
 )
 from lowtide.train.state import MODEL, Stored, TrainState
 
-__all__ = ["Checkpoints", "stored_in"]
+__all__ = ["Checkpoints", "cause_of", "stored_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,20 +72,16 @@ class Checkpoints:
         self.directory = directory
         self.keep = keep
         self.asynchronous = asynchronous
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
-        self._rank = dist.get_rank() if self._group is not None else 0
-        self._world_size = dist.get_world_size() if self._group is not None else 1
+        self._ranks = Agreement(timeout)
         self._flight: tuple[Path, Future[Any]] | None = None
         self._cleaning: threading.Thread | None = None
         self._damaged: set[str] = set()
-        if self._group is None:
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is what is meant
         leftovers: list[Path] = []
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             leftovers = [path for path in self._directories() if not is_committed(path)]
         # No name is used twice, that of a directory which is removed included: so all ranks name the next one alike.
-        self._names: set[str] = set(self._from_first([path.name for path in self._directories()]))
+        self._names: set[str] = set(self._ranks.from_first([path.name for path in self._directories()]))
         if leftovers:
             logger.info("removing %d checkpoints that were cut off: %s", len(leftovers), _names_of(leftovers))
             self._clean(leftovers)
@@ -104,11 +98,11 @@ class Checkpoints:
         name = directory_name(step, self._names)
         self._names.add(name)
         path = self.directory / name
-        writer = _Writer(path, step, self._world_size)
+        writer = _Writer(path, step, self._ranks.world_size)
         common: dict[str, Any] = {
             "storage_writer": writer,
-            "process_group": self._group,
-            "no_dist": self._group is None,
+            "process_group": self._ranks.group,
+            "no_dist": self._ranks.alone,
         }
         try:
             if self.asynchronous:
@@ -120,7 +114,7 @@ class Checkpoints:
             raise
         except (Exception, CheckpointException) as error:
             raise _failed(path, error) from error
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             self._clean([])
 
     def poll(self) -> bool:
@@ -147,7 +141,7 @@ class Checkpoints:
             raise _failed(path, error) from error
         finally:
             self._flight = None
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             self._clean([])
 
     def latest(self) -> Path | None:
@@ -168,7 +162,7 @@ class Checkpoints:
         """
         self.wait()
         marker = read_marker(path)
-        if not self._all(marker is not None):
+        if not self._ranks.all(marker is not None):
             raise CheckpointError(f"{path} is not a committed checkpoint: it has no committed.json that can be read")
         assert marker is not None
         if not self._intact(path, marker, checksums=True):
@@ -184,10 +178,10 @@ class Checkpoints:
         self.wait()
         for path, marker in self._candidates(checksums=True):
             self._read(state, path)
-            if self._rank == 0:
+            if self._ranks.rank == 0:
                 logger.info("resumed from %s, step %d, written by %d ranks", path, marker.step, marker.world_size)
             return path
-        unusable = self._from_first([path for path in self._directories() if is_committed(path)])
+        unusable = self._ranks.from_first([path for path in self._directories() if is_committed(path)])
         if unusable:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} can be used: {_names_of(unusable)} are damaged, see the logs; "
@@ -202,9 +196,7 @@ class Checkpoints:
         finally:
             if self._cleaning is not None:
                 self._cleaning.join()
-            if self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
-            self._group = None
+            self._ranks.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -216,20 +208,22 @@ class Checkpoints:
             self.close()  # after an error the other ranks may be gone: waiting for them would hide it
 
     def _candidates(self, *, checksums: bool) -> Iterator[tuple[Path, Marker]]:
-        for name in self._from_first([path.name for path, _ in checkpoints_in(self.directory)]):
+        for name in self._ranks.from_first([path.name for path, _ in checkpoints_in(self.directory)]):
             path = self.directory / name
             marker = read_marker(path)
-            if not self._all(marker is not None):
+            if not self._ranks.all(marker is not None):
                 continue
             assert marker is not None
             if self._intact(path, marker, checksums=checksums):
                 yield path, marker
 
     def _intact(self, path: Path, marker: Marker, *, checksums: bool) -> bool:
-        damage = damage_of(path, marker, share_of(marker, self._rank, self._world_size), checksums=checksums)
+        damage = damage_of(
+            path, marker, share_of(marker, self._ranks.rank, self._ranks.world_size), checksums=checksums
+        )
         if damage is not None:
             logger.error("checkpoint %s is damaged and not used: %s", path, damage)
-        if self._all(damage is None):
+        if self._ranks.all(damage is None):
             return True
         self._damaged.add(path.name)
         return False
@@ -244,22 +238,22 @@ class Checkpoints:
             wanted = state.destination(stored)
         except CheckpointError as error:
             problem = CheckpointError(f"{path}: {error}")
-        if not self._all(problem is None):
+        except Exception as error:  # whatever it is, the other ranks must hear of it before they wait for this one
+            problem = CheckpointError(f"{path} cannot be read: {cause_of(error)}")
+        if not self._ranks.all(problem is None):
             raise problem or CheckpointError(f"{path} does not fit the model: the log of another rank says how")
         weights = sorted(name for name in stored if name.startswith(MODEL))
-        claimed = torch.tensor([name in wanted for name in weights], dtype=torch.uint8)
-        if self._group is not None:
-            dist.all_reduce(claimed, dist.ReduceOp.MAX, group=self._group)
-        if unclaimed := [name for name, taken in zip(weights, claimed.tolist(), strict=True) if not taken]:
+        claimed = self._ranks.any_of([name in wanted for name in weights])
+        if unclaimed := [name for name, taken in zip(weights, claimed, strict=True) if not taken]:
             raise CheckpointError(
                 f"{path} holds {len(unclaimed)} weights that the model does not have, such as "
                 f"{', '.join(unclaimed[:3])}: it is of another model"
             )
         try:
-            load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+            load(wanted, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.alone)
             state.restore(wanted)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{path} cannot be loaded: {_cause(error)}") from error
+            raise CheckpointError(f"{path} cannot be loaded: {cause_of(error)}") from error
 
     def _clean(self, leftovers: list[Path]) -> None:
         if self._cleaning is not None:
@@ -284,25 +278,9 @@ class Checkpoints:
                 logger.warning("checkpoint %s cannot be removed: %s", path, error)
 
     def _directories(self) -> list[Path]:
-        if self._rank != 0:
+        if self._ranks.rank != 0:
             return []
         return sorted(path for path in self.directory.iterdir() if is_checkpoint_name(path.name))
-
-    def _from_first(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
-    def _all(self, mine: bool) -> bool:
-        """Whether it is so on every rank."""
-        if self._group is None:
-            return mine
-        flag = torch.tensor([mine], dtype=torch.uint8)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
-        return bool(flag.item())
 
 
 class _Writer(FileSystemWriter):
@@ -333,10 +311,10 @@ def stored_in(metadata: Metadata) -> dict[str, Stored]:
 
 
 def _failed(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} could not be written and does not count: {_cause(error)}")
+    return CheckpointError(f"{path} could not be written and does not count: {cause_of(error)}")
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """What happened, in a line; torch's own exception (no ``Exception``) lists the whole trace of every rank."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
