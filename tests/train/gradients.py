@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -44,14 +45,26 @@ def parameter(gradient: Tensor) -> nn.Parameter:
 
 
 def sharded(gradient: Tensor, mesh: DeviceMesh, *placements: Any) -> nn.Parameter:
-    return parameter(distribute_tensor(gradient, mesh, placements))
+    return parameter(distribute_tensor(gradient, mesh, placements, src_data_rank=None))
+
+
+@cache
+def square(*names: str) -> DeviceMesh:
+    """Two by two ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+@cache
+def row() -> DeviceMesh:
+    """All ranks."""
+    return init_device_mesh("cpu", (4,))
 
 
 def on_world(*placements: Any) -> Callable[[], dict[str, Any]]:
     """All gradients on a mesh of 2 x 2 ranks."""
 
     def layout() -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = square("dp", "tp")
         return {"parameters": [sharded(one, mesh, *placements) for one in gradients()]}
 
     return layout
@@ -62,29 +75,27 @@ def data_parallel() -> dict[str, Any]:
 
 
 def fsdp() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = row()
     return {"parameters": [sharded(one, mesh, Shard(0)) for one in gradients()]}
 
 
 def tensor_parallel_in_data_parallel() -> dict[str, Any]:
     """Weights on a mesh of the tensor-parallel ranks alone, and plain ones beside them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    mesh = square("dp", "tp")["tp"]
     first, *rest = gradients()
     return {"parameters": [sharded(first, mesh, Shard(1)), *(parameter(one) for one in rest)]}
 
 
 def two_meshes() -> dict[str, Any]:
     """Parts of the model on different meshes, as dense weights and experts are."""
-    whole = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2))
     first, second, *rest = gradients()
-    parameters = [sharded(first, whole, Shard(0)), sharded(second, square, Replicate(), Shard(0))]
+    parameters = [sharded(first, row(), Shard(0)), sharded(second, square("dp", "tp"), Replicate(), Shard(0))]
     return {"parameters": [*parameters, *(parameter(one) for one in rest)]}
 
 
 def pipeline_of_fsdp() -> dict[str, Any]:
     """Each pair of ranks has gradients of its own."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = square("pp", "dp")
     stage = mesh.get_local_rank("pp")
     mine = gradients()[:2] if stage == 0 else gradients()[2:]
     return {"parameters": [sharded(one, mesh["dp"], Shard(0)) for one in mine], "stages": 2}
@@ -108,12 +119,11 @@ def plain_experts() -> dict[str, Any]:
 
 def experts_in_fsdp() -> dict[str, Any]:
     """Experts divided among two ranks, and each part by FSDP between the two ranks that have it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = square("edp", "ep")
     *rest, experts = gradients()
     mine = sharded(experts.chunk(2)[mesh.get_local_rank("ep")], mesh["edp"], Shard(0))
-    dense = init_device_mesh("cpu", (4,))
     return {
-        "parameters": [mine, *(sharded(one, dense, Shard(0)) for one in rest)],
+        "parameters": [mine, *(sharded(one, row(), Shard(0)) for one in rest)],
         "expert_parameters": [mine],
         "expert_ranks": 2,
     }
@@ -121,9 +131,7 @@ def experts_in_fsdp() -> dict[str, Any]:
 
 def open_sums() -> dict[str, Any]:
     """Gradients whose sum over the tensor-parallel ranks is not made yet."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    from torch.distributed.tensor import DTensor
-
+    mesh = square("dp", "tp")["tp"]
     parts = [DTensor.from_local(one / 2, mesh, [Partial()], run_check=False) for one in gradients()]
     parameters = [nn.Parameter(distribute_tensor(torch.zeros_like(one), mesh, [Replicate()])) for one in gradients()]
     for one, part in zip(parameters, parts, strict=True):
@@ -150,7 +158,7 @@ def trained(divided: bool) -> nn.Module:
     if not divided:
         model(samples).square().mean().backward()
         return model
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = square("dp", "tp")
     plan: dict[str, Any] = {
         "norm": SequenceParallel(use_local_output=True),
         "up": ColwiseParallel(input_layouts=Shard(1)),

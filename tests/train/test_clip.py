@@ -38,7 +38,7 @@ def test_every_layout_has_the_norm_of_one_process(layout: str, measured: dict[st
 def test_a_trained_model_has_the_same_norm_divided_and_whole(
     measured: dict[str, list[tuple[float, float]]],
 ) -> None:
-    """Tensor and sequence parallel in FSDP2: among the gradients are sums that torch leaves open."""
+    """Tensor and sequence parallel in FSDP2: a weight is divided twice in its first dimension, norms once."""
     expected = global_norm(gradients.trained(divided=False).parameters()).item()
     for before, after in measured["a model"]:
         assert before == pytest.approx(expected, rel=1e-5)

@@ -167,7 +167,7 @@ def _polynomial(settings: LrSchedule, span: _Span) -> Schedule:
 
     def curve(step: int) -> float:
         left = max(0.0, 1 - (step - span.warmup) / length)
-        return end + (span.rate - end) * left**settings.power
+        return end + (span.rate - end) * math.pow(left, settings.power)
 
     return _warmed(settings, span, curve)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -114,20 +115,30 @@ def test_a_changed_size_of_steps_keeps_the_place_in_the_epoch(count: int, before
 def test_reading_ahead_gives_what_reading_anew_gives() -> None:
     source = Synthetic(100, 6, 50, seed=3)
 
-    def made(workers: int = 0) -> Batches:
-        return Batches(source, batch_size=2, data_rank=1, data_ranks=2, seed=5, samples_per_step=8, workers=workers)
+    def made(workers: int = 0, prefetch: int | None = None) -> Batches:
+        return Batches(
+            source,
+            batch_size=2,
+            data_rank=1,
+            data_ranks=2,
+            seed=5,
+            samples_per_step=8,
+            workers=workers,
+            prefetch=prefetch,
+        )
 
-    ahead, workers = made(), made(workers=1)
+    ahead, far_ahead, workers = made(), made(prefetch=5), made(workers=1, prefetch=3)
     for consumed in (0, 8, 16, 80, 88, 0):  # also a jump, as after going back to a checkpoint
         anew = made()
-        for other in (ahead, workers) if consumed else (ahead,):  # each jump starts the worker anew, which takes long
+        for other in (ahead, far_ahead, workers) if consumed else (ahead, far_ahead):  # a worker starts slowly
             for one, two in zip(anew.for_step(consumed), other.for_step(consumed), strict=True):
                 assert one.sample_ids == two.sample_ids
                 assert torch.equal(one.tokens, two.tokens)
                 assert torch.equal(one.labels, two.labels)
         anew.close()
-    ahead.close()
-    workers.close()
+    assert (len(ahead._ahead), len(far_ahead._ahead)) == (1, 3)  # steps of two micro batches
+    for one_more in (ahead, far_ahead, workers):
+        one_more.close()
 
 
 def test_what_cannot_be_read_is_raised_where_it_is_wanted() -> None:
@@ -148,3 +159,12 @@ def test_what_cannot_be_read_is_raised_where_it_is_wanted() -> None:
 def test_a_step_that_cannot_be_made_is_an_error(per_step: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Batches(Numbers(100), batch_size=2, data_rank=0, data_ranks=2, seed=0, samples_per_step=per_step)
+
+
+def test_nothing_grows_with_the_data() -> None:
+    huge = Batches(Numbers(2**50), batch_size=4, data_rank=3, data_ranks=10_000, seed=0, samples_per_step=40_000)
+    before = time.perf_counter()
+    (batch,) = huge.for_step(40_000 * 10**9)
+    assert len(set(batch.sample_ids)) == 4
+    assert time.perf_counter() - before < 5
+    huge.close()

@@ -65,6 +65,7 @@ class Batches:
         shuffle: bool = True,
         drop_remainder: bool = True,
         workers: int = 0,
+        prefetch: int | None = None,
     ) -> None:
         if samples_per_step % (batch_size * data_ranks):
             raise ConfigError(
@@ -83,9 +84,9 @@ class Batches:
         self.micro_steps = samples_per_step // (batch_size * data_ranks)
         self._batch_size, self._rank, self._ranks = batch_size, data_rank, data_ranks
         self._reader = _Reader(source, self.epoch_samples, seed if shuffle else None)
-        self._workers = workers
+        self._workers, self._prefetch = workers, prefetch
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._ahead: dict[int, Future[list[Batch]]] = {}
         self._stream: tuple[int, Iterator[Batch]] | None = None
 
     def for_step(self, consumed: int) -> list[Batch]:
@@ -114,7 +115,8 @@ class Batches:
         """Stop reading ahead."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        self._thread = self._ahead = self._stream = None
+        self._thread = self._stream = None
+        self._ahead = {}
 
     def _positions(self, consumed: int, micro_step: int) -> range:
         """The positions of one micro step on this rank."""
@@ -127,11 +129,17 @@ class Batches:
     def _from_thread(self, consumed: int) -> list[Batch]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lowtide-data")
-        ahead, self._ahead = self._ahead, None
-        batches = ahead[1].result() if ahead is not None and ahead[0] == consumed else self._read(consumed)
-        following = consumed + self.samples_per_step
-        self._ahead = following, self._thread.submit(self._read, following)
-        return batches
+        following = [consumed + step * self.samples_per_step for step in range(self._steps_ahead + 1)]
+        for place in set(self._ahead) - set(following):  # left behind by a jump
+            self._ahead.pop(place).cancel()
+        for place in following:
+            if place not in self._ahead:
+                self._ahead[place] = self._thread.submit(self._read, place)
+        return self._ahead.pop(consumed).result()
+
+    @property
+    def _steps_ahead(self) -> int:
+        return max(1, -(-(self._prefetch or 1) // self.micro_steps))
 
     def _from_workers(self, consumed: int) -> list[Batch]:
         if self._stream is None or self._stream[0] != consumed:
@@ -140,6 +148,7 @@ class Batches:
                 batch_sampler=_Endless(self, consumed),
                 collate_fn=_as_it_is,
                 num_workers=self._workers,
+                prefetch_factor=self._prefetch,
                 multiprocessing_context="spawn",  # a fork would copy the locks of the communication threads
             )
             self._stream = consumed, iter(loader)
@@ -226,4 +235,5 @@ def batches_of(
         shuffle=shuffles[0],
         drop_remainder=dataset.drop_remainder,
         workers=dataset.num_parallel_workers or 0,
+        prefetch=dataset.prefetch_size,
     )

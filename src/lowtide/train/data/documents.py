@@ -69,7 +69,7 @@ class Documents:
     @cached_property
     def _tokens(self) -> int:
         """Tokens of one pass."""
-        return int(self.files.bounds[self._used])
+        return self.files.start(self._used)
 
     @cached_property
     def _length(self) -> int:
@@ -109,10 +109,9 @@ class Documents:
             documents, ends = self._pass(number)
             slot = int(np.searchsorted(ends, place, side="right"))
             while done < count and slot < len(ends):
-                begin, end = self.files.bounds[documents[slot]], self.files.bounds[documents[slot] + 1]
-                begin += (end - begin) - (ends[slot] - place)  # the part of this document before ``place``
-                taken = min(int(end - begin), count - done)
-                result[done : done + taken] = self.files.tokens[int(begin) : int(begin) + taken]
+                taken = min(int(ends[slot]) - place, count - done)
+                begin = self.files.start(int(documents[slot]) + 1) - (int(ends[slot]) - place)
+                result[done : done + taken] = self.files.tokens[begin : begin + taken]
                 done, place, slot = done + taken, place + taken, slot + 1
         return result
 
@@ -126,7 +125,7 @@ class Documents:
         documents = np.arange(self._used)
         if self.shuffle:
             np.random.default_rng([self.seed, number]).shuffle(documents)
-        return np.stack([documents, np.cumsum(np.diff(self.files.bounds)[documents])])
+        return np.stack([documents, np.cumsum(self.files.lengths(self._used)[documents])])
 
     def _stored(self, number: int) -> npt.NDArray[np.int64]:
         assert self.cache is not None

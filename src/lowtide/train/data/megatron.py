@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,19 @@ LONGEST = 2**31 - 1
 """Tokens of one sequence at most: its length is an int32."""
 
 
+class _Index(NamedTuple):
+    """An index as it lies in its file."""
+
+    dtype: np.dtype[Any]
+    """The type of a token."""
+    places: npt.NDArray[np.int64]
+    """At which byte each sequence begins."""
+    firsts: npt.NDArray[np.int64]
+    """The first sequence of each document, and behind the last the number of sequences."""
+    total: int
+    """All tokens."""
+
+
 class IndexedTokens:
     """The documents of one ``.bin`` and ``.idx`` pair, memory-mapped when first read.
 
@@ -51,17 +64,16 @@ class IndexedTokens:
         return IndexedTokens, (self.prefix,)  # a map of a file is opened anew, not copied
 
     @cached_property
-    def _index(self) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
-        """The type of a token, and at which token each document begins, the end of the last included."""
+    def _index(self) -> _Index:
         path = _with(self.prefix, ".idx")
         with _opened(path) as file:
             head = file.read(HEADER.size)
-            if len(head) < HEADER.size or not head.startswith(MAGIC):
-                raise DataError(
-                    f"{path}: expected a Megatron index that begins with {MAGIC!r}, found {head[:9]!r}; "
-                    "give the name of files that Megatron's preprocess_data.py, or `lowtide`, wrote"
-                )
-            _, version, code, sequences, entries = HEADER.unpack(head)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise DataError(
+                f"{path}: expected a Megatron index that begins with {MAGIC!r}, found {head[:9]!r}; "
+                "give the name of files that Megatron's preprocess_data.py, or lowtide, wrote"
+            )
+        _, version, code, sequences, entries = HEADER.unpack(head)
         if version != 1 or code not in TYPES:
             raise DataError(
                 f"{path}: expected version 1 and tokens of a whole-number type ({', '.join(map(str, TYPES))}), "
@@ -69,50 +81,60 @@ class IndexedTokens:
             )
         dtype = np.dtype(TYPES[code]).newbyteorder("<")
         expected = HEADER.size + sequences * (4 + 8) + entries * 8
-        if path.stat().st_size < expected:
-            raise DataError(f"{path}: expected {expected} bytes, found {path.stat().st_size}: cut short; copy it anew")
-        sizes = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,)) if sequences else None
-        if sizes is None or entries < 2:
+        if _size(path) < expected:
+            raise DataError(f"{path}: expected {expected} bytes, found {_size(path)}: cut short; copy it anew")
+        if sequences == 0 or entries < 2:
             raise DataError(f"{path}: found no document; data to train on has at least one")
+        sizes = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
         places = np.memmap(path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
         firsts = np.memmap(path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(entries,))
-        if int(firsts[0]) != 0 or int(firsts[-1]) != sequences or bool((np.diff(firsts) < 0).any()):
+        if int(firsts[0]) != 0 or int(firsts[-1]) != sequences:
             raise DataError(f"{path}: the document index does not run from 0 to {sequences}; write the data anew")
-        total = int(places[-1]) // dtype.itemsize + int(sizes[-1])
+        total = int(places[-1]) + int(sizes[-1]) * dtype.itemsize
         found = _size(_with(self.prefix, ".bin"))
-        if found != total * dtype.itemsize:
+        if found != total:
             raise DataError(
-                f"{_with(self.prefix, '.bin')}: the index names {total * dtype.itemsize} bytes, found {found}; "
+                f"{_with(self.prefix, '.bin')}: the index names {total} bytes, found {found}; "
                 "the two files do not belong together, or one is cut short: copy both anew"
             )
-        starts = np.append(places, total * dtype.itemsize)[firsts] // dtype.itemsize
-        return dtype, starts.astype(np.int64)
-
-    @property
-    def bounds(self) -> npt.NDArray[np.int64]:
-        """At which token each document begins, and behind the last the number of all tokens."""
-        return self._index[1]
+        return _Index(dtype, places, firsts, total // dtype.itemsize)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of a token in the file."""
-        return self._index[0]
+        return self._index.dtype
 
     @property
     def documents(self) -> int:
         """The number of documents."""
-        return len(self.bounds) - 1
+        return len(self._index.firsts) - 1
+
+    def start(self, number: int) -> int:
+        """At which token a document begins; behind the last one, the number of all tokens."""
+        index = self._index
+        first = int(index.firsts[number])
+        return int(index.places[first]) // index.dtype.itemsize if first < len(index.places) else index.total
+
+    def lengths(self, documents: int) -> npt.NDArray[np.int64]:
+        """The tokens of each of the first documents. Takes memory for all of them."""
+        index = self._index
+        firsts = np.asarray(index.firsts[: documents + 1])
+        places = np.append(index.places, index.total * index.dtype.itemsize)
+        lengths = np.diff(places[firsts]) // index.dtype.itemsize
+        if lengths.size and int(lengths.min()) < 0:
+            raise DataError(f"{self.prefix}.idx: documents do not lie one behind the other; write the data anew")
+        return lengths.astype(np.int64)
 
     @cached_property
     def tokens(self) -> npt.NDArray[Any]:
         """All tokens in a row, in the file's own type."""
-        if int(self.bounds[-1]) == 0:  # an empty file cannot be mapped
+        if self._index.total == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype=self.dtype)
         return np.memmap(_with(self.prefix, ".bin"), dtype=self.dtype, mode="r")
 
     def document(self, number: int) -> npt.NDArray[Any]:
         """The tokens of one document."""
-        return self.tokens[int(self.bounds[number]) : int(self.bounds[number + 1])]
+        return self.tokens[self.start(number) : self.start(number + 1)]
 
 
 def token_type(vocab_size: int) -> type[np.integer[Any]]:
