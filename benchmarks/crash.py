@@ -157,13 +157,24 @@ def disturbed(directory: Path, steps: int, kills: int, saves: int, dice: random.
 
 
 def wait_for_moment(attempt: Attempt, processes: list[int], before: set[str], dice: random.Random) -> bool:
-    """Wait for the moment to kill; False if the run was finished before it came."""
-    if attempt.target == "moment":
-        return not finished(processes, time.time() + dice.uniform(0.05, 2.5), reap=False)
-    while not finished(processes, time.time() + 0.0005, reap=False):
-        if uncommitted(attempt.job.checkpoints) - before:
-            time.sleep(dice.uniform(0, 0.03))
-            return True
+    """Wait for the moment to kill; False if the run was finished before it came.
+
+    Moments are counted in what the job does, so that they fall the same way on a busy machine: for a random moment the
+    lines that rank 0 has said, and none at all while it starts; for a save the checkpoints begun.
+    """
+    lines = dice.choice([0, dice.randint(1, 16), dice.randint(1, 16), dice.randint(1, 16)])
+    saves, delay = dice.randint(1, 3), dice.uniform(0, 1.0 if not lines else 0.1)
+    seen = set(before)
+    while not finished(processes, time.time() + 0.001, reap=False):
+        if attempt.target == "moment":
+            if sum(1 for _ in said(attempt.job, 0)) >= lines:
+                return not finished(processes, time.time() + delay, reap=False)
+        elif begun := uncommitted(attempt.job.checkpoints) - seen:
+            seen |= begun
+            saves -= 1
+            if not saves:
+                time.sleep(dice.uniform(0, 0.03))
+                return True
     return False
 
 
