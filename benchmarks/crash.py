@@ -35,9 +35,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from crash_job import RANKS, STEPS, Job, inspect, start
+from crash_job import RANKS, Job, inspect, start
 
 KILLS, QUICK = 200, 20
+STEPS, QUICK_STEPS = 60, 24
 PATIENCE = 120.0  # seconds without an end: the job hangs
 
 
@@ -77,16 +78,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="NUMBER", help="other moments")
     arguments = parser.parse_args()
     kills = arguments.kills or (QUICK if arguments.quick else KILLS)
+    steps = QUICK_STEPS if kills <= QUICK else STEPS
     console, begin, dice = Console(stderr=True, width=120), time.perf_counter(), random.Random(arguments.seed)
     directory = Path(tempfile.mkdtemp(prefix="lowtide-crash-"))
     try:
-        reference = undisturbed(directory)
+        reference = undisturbed(directory, steps)
         runs: list[list[Attempt]] = []
         findings = Findings()
         while (left := kills - sum(one.killed is not None for run in runs for one in run)) > 0:
             number = len(runs)
             saves = sum(one.during_save for run in runs for one in run)
-            run = disturbed(directory / f"run_{number}", left, kills // 5 - saves, dice)
+            run = disturbed(directory / f"run_{number}", steps, left, kills // 5 - saves, dice)
             compare(f"run {number}", run, reference, findings)
             runs.append(run)
             shutil.rmtree(directory / f"run_{number}")
@@ -114,9 +116,9 @@ def main() -> int:
     return 1 if any(vars(findings).values()) else 0
 
 
-def undisturbed(directory: Path) -> list[list[dict[str, Any]]]:
+def undisturbed(directory: Path, steps: int) -> list[list[dict[str, Any]]]:
     """What each rank says when nobody disturbs it."""
-    job = Job(directory / "reference", directory / "reference_checkpoints", asynchronous=False)
+    job = Job(directory / "reference", directory / "reference_checkpoints", False, steps)
     processes = start(job, reference=True)
     if not finished(processes, time.time() + PATIENCE):
         raise SystemExit("the undisturbed run does not end")
@@ -126,11 +128,11 @@ def undisturbed(directory: Path) -> list[list[dict[str, Any]]]:
     return lines
 
 
-def disturbed(directory: Path, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
+def disturbed(directory: Path, steps: int, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
     """One run with at most so many kills, until it is finished; ``saves`` of them should still hit a save."""
     attempts: list[Attempt] = []
     while not attempts or attempts[-1].killed is not None:
-        job = Job(directory / f"attempt_{len(attempts)}", directory / "checkpoints", dice.random() < 0.5)
+        job = Job(directory / f"attempt_{len(attempts)}", directory / "checkpoints", dice.random() < 0.5, steps)
         target = "save" if saves > 0 and dice.random() < 0.4 else "moment"
         attempt = Attempt(job, target)
         before = uncommitted(job.checkpoints)
@@ -155,13 +157,24 @@ def disturbed(directory: Path, kills: int, saves: int, dice: random.Random) -> l
 
 
 def wait_for_moment(attempt: Attempt, processes: list[int], before: set[str], dice: random.Random) -> bool:
-    """Wait for the moment to kill; False if the run was finished before it came."""
-    if attempt.target == "moment":
-        return not finished(processes, time.time() + dice.uniform(0.05, 2.5), reap=False)
-    while not finished(processes, time.time() + 0.0005, reap=False):
-        if uncommitted(attempt.job.checkpoints) - before:
-            time.sleep(dice.uniform(0, 0.03))
-            return True
+    """Wait for the moment to kill; False if the run was finished before it came.
+
+    Moments are counted in what the job does, so that they fall the same way on a busy machine: for a random moment the
+    lines that rank 0 has said, and none at all while it starts; for a save the checkpoints begun.
+    """
+    lines = dice.choice([0, dice.randint(1, 16), dice.randint(1, 16), dice.randint(1, 16)])
+    saves, delay = dice.randint(1, 3), dice.uniform(0, 1.0 if not lines else 0.1)
+    seen = set(before)
+    while not finished(processes, time.time() + 0.001, reap=False):
+        if attempt.target == "moment":
+            if sum(1 for _ in said(attempt.job, 0)) >= lines:
+                return not finished(processes, time.time() + delay, reap=False)
+        elif begun := uncommitted(attempt.job.checkpoints) - seen:
+            seen |= begun
+            saves -= 1
+            if not saves:
+                time.sleep(dice.uniform(0, 0.03))
+                return True
     return False
 
 
@@ -243,7 +256,7 @@ def compare(name: str, run: list[Attempt], reference: list[list[dict[str, Any]]]
             findings.lost_committed.append(f"{where}: step {committed} is not on the disk")
     for rank in range(RANKS):
         found = [one for step in sorted(history[rank]) for one in history[rank][step]]
-        exact = [one for step in range(1, STEPS + 1) for one in wanted[rank][step]["sample_ids"]]
+        exact = [one for step in sorted(wanted[rank]) for one in wanted[rank][step]["sample_ids"]]
         if found != exact:
             findings.samples_duplicated_or_skipped.append(f"{name}, rank {rank}: {len(found)} of {len(exact)} samples")
 

@@ -27,7 +27,7 @@ from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.commit import checkpoints_in
 from lowtide.train.state import TrainState
 
-RANKS, STEPS, EVERY, KEEP = 2, 60, 4, 3
+RANKS, EVERY, KEEP = 2, 4, 3
 SAMPLES, BATCH, WIDTH = 160, 8, 32
 
 
@@ -41,6 +41,8 @@ class Job:
     """Where its checkpoints are."""
     asynchronous: bool
     """Whether it saves while it trains on."""
+    steps: int
+    """After how many steps the run is finished."""
 
 
 class Model(nn.Module):
@@ -137,7 +139,7 @@ def work(job: Job, rank: int, reference: bool) -> None:
             checkpoints.resume(state)
             say(resumed=state.progress["step"])
             under_way: list[int] = []
-            while state.progress["step"] < STEPS:
+            while state.progress["step"] < job.steps:
                 say(**train_step(state))
                 step = state.progress["step"]
                 if checkpoints.poll() and under_way:

@@ -72,6 +72,19 @@ def test_all_generators_come_back(tmp_path: Path) -> None:
     assert [torch.rand(3).tolist(), random.random(), numpy.random.rand()] == wanted
 
 
+def test_the_generator_of_the_device_comes_back() -> None:
+    import tide
+
+    assert tide.__name__
+    torch.manual_seed(0)
+    captured = generators.capture()
+    wanted = torch.rand(3, device="tide").tolist()
+    generators.reseed(5)
+    assert torch.rand(3, device="tide").tolist() != wanted
+    generators.restore(captured)
+    assert torch.rand(3, device="tide").tolist() == wanted
+
+
 def test_in_another_layout_generators_begin_anew_from_the_seed_and_the_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

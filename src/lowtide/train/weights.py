@@ -122,7 +122,7 @@ def _tied(wanted: Mapping[str, Any], stored: Mapping[str, Stored]) -> set[str]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return storage_key(tensor), inner_tensor(tensor).storage_offset(), tuple(tensor.shape)
+    return storage_key(tensor), int(inner_tensor(tensor).storage_offset()), tuple(tensor.shape)
 
 
 def _same(name: str) -> str:

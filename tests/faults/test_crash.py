@@ -1,0 +1,20 @@
+"""A training job that is killed and resumed is the one that nobody disturbed. ``benchmarks/crash.py`` kills more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "crash.py"
+
+
+def test_a_killed_job_resumes_bit_by_bit_and_loses_nothing() -> None:
+    command = [sys.executable, str(BENCHMARK), "--json", "--kills", "5"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads(ended.stdout.splitlines()[-1])
+    assert figures["kills"] == 5
+    for name in ("lost_committed", "unloadable", "resume_not_bitwise", "samples_duplicated_or_skipped"):
+        assert figures[name] == 0, ended.stderr
