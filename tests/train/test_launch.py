@@ -88,6 +88,7 @@ def test_a_failed_rank_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     assert launch("stand_in_rank", [str(tmp_path), "fail"], Launch(processes=2, log_dir=tmp_path), said.append) == 1
     assert said[0].startswith("error: rank 1 ended with exit code 1")
     assert str(tmp_path / "worker_1.log") in said[0]
+    assert re.search(r"worker_1.log ends with\n  (\[rank1\]: )?Traceback", said[0])  # and not with what went before
     assert said[0].endswith("RuntimeError: this rank was told to fail")
 
 

@@ -6,6 +6,7 @@ Nothing here imports torch before :func:`launch` runs, so that the command line 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ __all__ = ["Launch", "launch", "launched", "tie_to_launcher"]
 LAUNCHER = "LOWTIDE_LAUNCHER"
 """Holds the launcher's process id in the ranks it starts."""
 TAIL = 20
-"""Lines of a failed rank's log that are shown."""
+"""Lines of a failed rank's log that are shown; more if an error is as long."""
+
+_ERROR = re.compile(r"(\[rank\d+\]: )?(Traceback \(|error: )")  # torch marks a rank's traceback with the rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +161,8 @@ def _failure(settings: Launch, rank: int, code: int, others: list[int]) -> str:
         end = f"was ended by {name}" + (" (the system does that when memory runs out)" if name == "SIGKILL" else "")
     else:
         end = f"ended with exit code {code}"
-    also = f"; ranks {', '.join(map(str, others[:8]))}{' …' if len(others) > 8 else ''} failed too" if others else ""
+    named = f"{', '.join(map(str, others[:8]))}{' …' if len(others) > 8 else ''}"
+    also = f"; {'ranks' if len(others) > 1 else 'rank'} {named} failed too" if others else ""
     if settings.log_dir is None:
         return f"error: rank {rank} {end}{also}"
     file = log_file(settings.log_dir, rank)
@@ -175,9 +179,12 @@ def _tail(file: Path) -> list[str]:
         with file.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - 64 * 1024))
-            return stream.read().decode("utf-8", "replace").splitlines()[-TAIL:]
+            lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
+    # What ended the rank says more than what went before it, if it is there.
+    last = [place for place, line in enumerate(lines) if _ERROR.match(line)]
+    return lines[last[-1] :][: 3 * TAIL] if last else lines[-TAIL:]
 
 
 def _cores() -> int:
