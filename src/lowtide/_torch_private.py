@@ -6,12 +6,17 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +28,9 @@ __all__ = [
     "AutocastState",
     "DisableTorchFunction",
     "FakeTensorMode",
+    "GeluBackward",
+    "MulBackward",
+    "SiluBackward",
     "StorageWeakRef",
     "Subclass",
     "TorchDispatchMode",
@@ -32,11 +40,16 @@ __all__ = [
     "compiled_call",
     "current_backward",
     "finish_collective",
+    "function_modes",
     "inner_tensor",
+    "is_any_autocast_enabled",
     "is_collective",
     "is_compiled",
     "is_own_output",
     "landed_tensor",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
+    "node_arguments",
     "set_grad_enabled",
     "storage_bytes",
     "storage_key",
@@ -54,6 +67,11 @@ __all__ = [
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that hold their bytes themselves."""
+
+GeluBackward, MulBackward, SiluBackward = (
+    getattr(torch._C._functions, f"{name}Backward0") for name in ("Gelu", "Mul", "Silu")
+)
+"""The classes of nodes that a GELU, a product of tensors and a SiLU leave in the graph."""
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
@@ -161,8 +179,16 @@ def without_graph(tensor: Tensor) -> Tensor:
     A node that saves its own output through hooks must not hold the output itself: the output holds the node, and if
     the graph is dropped instead of being run, nothing finds that circle.
     """
+    if type(tensor) is Tensor and not function_modes():
+        return tensor.detach()
     with DisableTorchFunction():
         return tensor.detach()
+
+
+def node_arguments(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads of a node what it has saved as these arguments; each has what autograd holds, ``data``, and its hook."""
+    getter = attrgetter(*(f"_raw_saved_{name}" for name in names))
+    return getter if len(names) > 1 else lambda node: (getter(node),)
 
 
 def current_backward() -> int:

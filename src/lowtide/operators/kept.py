@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lowtide._torch_private import version_of, without_graph
 
-__all__ = ["Kept"]
+__all__ = ["Kept", "kept_apart"]
 
 
 class Kept:
@@ -15,7 +15,8 @@ class Kept:
     __slots__ = ("kept", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.kept, self.version = without_graph(tensor), version_of(tensor)
+        self.kept = tensor
+        self.version = version_of(tensor)
 
     def tensor(self) -> Tensor:
         """The tensor, if nobody has written to it."""
@@ -26,3 +27,8 @@ class Kept:
                 f" a tensor of shape {tuple(self.kept.shape)} is at version {found}; expected version {self.version}"
             )
         return self.kept
+
+
+def kept_apart(tensor: Tensor) -> Kept:
+    """As :class:`Kept`, apart from the node that made the tensor, where that is the node that saves it."""
+    return Kept(without_graph(tensor))

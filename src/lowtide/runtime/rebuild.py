@@ -7,7 +7,9 @@ replaced by a reference:
 
 - ``Produced``: an output of a captured call, or a view of one;
 - ``Inside``: a tensor the call itself saved on its way, by its place among all that it saved;
-- ``Cast``: a cast of an output to another dtype, as autocast makes them.
+- ``Cast``: a cast of an output to another dtype, as autocast makes them;
+- ``Repeated``: what a call gave whose node in the graph has saved all that the call was given. There is nothing to
+  capture then, and nobody listens to such a call: see :mod:`lowtide.operators.nodes`.
 
 When backward asks for one, the call is repeated from its arguments and everything asked for comes out of that one
 repetition. An argument that another captured call produced is itself a reference, so a chain is rebuilt from its
@@ -16,7 +18,8 @@ start, each call once. A call forgets its results when nothing outstanding needs
 Values are never guessed: arguments and random state are those of this very call. That a tensor *is* an output of a
 call is known by identity: it is the very object the call returned, or a view of it, unchanged since. What a call saved
 on its way is known by its place among all that this call saved. Only a cast is recognised, among the arguments of the
-call that saves it, where the layer's learnt list says that a cast is what is saved there.
+call that saves it, where the layer's learnt list says that a cast is what is saved there. A node is its tensor's own:
+autograd gives a tensor that is written to another node, or counts the write.
 """
 
 from __future__ import annotations
@@ -36,18 +39,20 @@ from lowtide._torch_private import (
     autocast_contexts,
     autocast_state,
     finish_collective,
+    is_any_autocast_enabled,
     set_grad_enabled,
     storage_key,
     version_of,
 )
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
+from lowtide.operators.nodes import NodeCall
 from lowtide.operators.wrappers import Function
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
 
-__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry"]
+__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry", "Repeated", "SeenAs"]
 
 
 class Produced(NamedTuple):
@@ -57,6 +62,10 @@ class Produced(NamedTuple):
     output: int
     view: View | None
     """None for the output itself."""
+
+    def want(self) -> None:
+        """One more user."""
+        self.call.want_output(self.output)
 
     def here(self) -> Tensor:
         """The tensor, rebuilt if it is not there."""
@@ -75,6 +84,10 @@ class Inside(NamedTuple):
     call: CapturedCall
     place: int
 
+    def want(self) -> None:
+        """One more user."""
+        self.call.want_inside(self.place)
+
     def tensor(self) -> Tensor:
         tensor = self.call.inside(self.place)
         self.call.release()
@@ -88,13 +101,86 @@ class Cast(NamedTuple):
     dtype: torch.dtype
     size: tuple[int, ...]
 
+    def want(self) -> None:
+        """One more user."""
+        self.source.want()
+
     def tensor(self) -> Tensor:
         tensor = self.source.here().to(self.dtype).view(self.size)
         self.source.call.release()
         return tensor
 
 
-Reference: TypeAlias = Produced | Inside | Cast
+class Repeated:
+    """What a call gave whose node has saved all that the call was given."""
+
+    __slots__ = ("call", "ledger", "line", "pending", "result")
+
+    def __init__(self, call: NodeCall, line: Line, ledger: Ledger) -> None:
+        self.call, self.line, self.ledger = call, line, ledger
+        self.pending = 1
+        self.result: Tensor | None = None
+        for operand in call.operands:
+            if type(operand) is not Tensor:
+                while hasattr(operand, "saved"):  # something stands around it
+                    operand = operand.saved
+                if isinstance(operand, Reference):
+                    operand.want()
+
+    def want(self) -> None:
+        """One more user."""
+        self.pending += 1
+
+    def tensor(self) -> Tensor:
+        result = self.result
+        if result is None:
+            result = self.result = self._repeat()
+        self.pending -= 1
+        if self.pending <= 0:
+            self.result = None
+        return result
+
+    def _repeat(self) -> Tensor:
+        function, operands, options = self.call
+        given = []
+        for operand in operands:
+            if type(operand) is not Tensor:
+                operand = operand.tensor()
+            elif operand._version:  # it was at none when the call was read
+                raise RebuildError(
+                    f"{self.line.operator} of layer {self.line.layer} cannot be recomputed: one of its inputs was"
+                    " changed in place after it ran; keep this operator"
+                )
+            given.append(operand)
+        device = given[0].device
+        begin = self.ledger.begin(device)
+        if is_any_autocast_enabled():  # the node stands below autocast: its operands are cast already
+            with ExitStack() as stack:
+                for context in autocast_contexts(()):
+                    stack.enter_context(context)
+                result = function(*given, **options)
+        else:
+            result = function(*given, **options)
+        self.ledger.end(self.line, device, begin)
+        self.line.recomputes += 1
+        return result.detach() if result.requires_grad else result  # with gradients of gradients only
+
+
+class SeenAs(NamedTuple):
+    """A view of what is repeated."""
+
+    source: Repeated
+    view: View
+
+    def want(self) -> None:
+        """One more user."""
+        self.source.pending += 1
+
+    def tensor(self) -> Tensor:
+        return self.view.of(self.source.tensor())
+
+
+Reference: TypeAlias = Produced | Inside | Cast | Repeated | SeenAs
 
 
 class _Held:
