@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 from torch._C import DisableTorchFunction
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_function_stack as function_modes
@@ -18,7 +18,9 @@ from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -47,10 +49,11 @@ __all__ = [
     "is_compiled",
     "is_own_output",
     "landed_tensor",
+    "node_arguments",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
-    "node_arguments",
     "set_grad_enabled",
+    "silu",
     "storage_bytes",
     "storage_key",
     "subclass_wrapper",
@@ -164,13 +167,14 @@ def compiled_call(module: torch.nn.Module) -> str:
 
 
 def _from_outside(module: torch.nn.Module) -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def under_compilation() -> bool:
     """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    # What `torch.compiler.is_compiling` asks beside is for TorchScript, and takes microseconds of every layer.
+    return is_dynamo_compiling() or compiler._is_compiling_flag or get_eval_frame_callback() is not None
 
 
 def without_graph(tensor: Tensor) -> Tensor:

@@ -16,17 +16,18 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.kept = tensor
-        self.version = version_of(tensor)
+        self.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
 
     def tensor(self) -> Tensor:
         """The tensor, if nobody has written to it."""
-        found = version_of(self.kept)
+        kept = self.kept
+        found = kept._version if type(kept) is Tensor else version_of(kept)
         if found != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" a tensor of shape {tuple(self.kept.shape)} is at version {found}; expected version {self.version}"
+                f" a tensor of shape {tuple(kept.shape)} is at version {found}; expected version {self.version}"
             )
-        return self.kept
+        return kept
 
 
 def kept_apart(tensor: Tensor) -> Kept:

@@ -8,39 +8,32 @@ stands in it as well. Most functions save less than they were given, and are not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import GeluBackward, MulBackward, SiluBackward, node_arguments
+from lowtide._torch_private import GeluBackward, MulBackward, SiluBackward, node_arguments, silu
 from lowtide.operators.kept import Kept
 
 __all__ = ["NodeCall", "read_node"]
 
-
-class NodeCall(NamedTuple):
-    """A call, as its node has it."""
-
-    function: Callable[..., Tensor]
-    operands: list[Any]
-    """What autograd holds in place of each tensor that was given."""
-    options: dict[str, Any]
-    """What else was given."""
+NodeCall: TypeAlias = tuple[Callable[..., Tensor], list[Any], dict[str, Any]]
+"""A function, what autograd holds in place of each tensor that it was given, and what else it was given."""
 
 
 class _Form(NamedTuple):
     """Where a class of nodes has what its function was given."""
 
     function: Callable[..., Tensor]
-    operands: Callable[[Any], tuple[Any, ...]]
+    saved: Callable[[Any], tuple[Any, ...]]
     options: tuple[str, ...] = ()
 
 
 _FORMS = {
     GeluBackward: _Form(torch.nn.functional.gelu, node_arguments("self"), ("approximate",)),
     MulBackward: _Form(torch.mul, node_arguments("self", "other")),
-    SiluBackward: _Form(torch.nn.functional.silu, node_arguments("self")),
+    SiluBackward: _Form(silu, node_arguments("self")),
 }
 _NO_OPTIONS: dict[str, Any] = {}
 
@@ -54,12 +47,16 @@ def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | Non
     form = _FORMS.get(type(node))
     if form is None or tensor._version or type(tensor) is not Tensor:  # a call in place counts as a write
         return None
-    operands = []
-    for saved in form.operands(node):
-        operand = saved.data if saved.unpack_hook is unpack else None
+    saved = form.saved(node)
+    if saved[0].unpack_hook is not unpack:  # and the others are saved with the first, under the same hooks
+        return None
+    operands = [argument.data for argument in saved]
+    for operand in operands:
         held = operand.kept if type(operand) is Kept else operand
-        if held is None or (isinstance(held, Tensor) and (type(held) is not Tensor or held._version)):
+        if type(held) is Tensor:
+            if held._version:
+                return None
+        elif held is None or isinstance(held, Tensor):
             return None
-        operands.append(operand)
     options = {name: getattr(node, f"_saved_{name}") for name in form.options} if form.options else _NO_OPTIONS
-    return NodeCall(form.function, operands, options)
+    return form.function, operands, options

@@ -29,7 +29,17 @@ from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import intercept
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram
-from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, RandomState, Reference, Registry, Repeated, SeenAs
+from lowtide.runtime.rebuild import (
+    CapturedCall,
+    Cast,
+    Inside,
+    Produced,
+    RandomState,
+    Reference,
+    Registry,
+    Repeated,
+    SeenAs,
+)
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
@@ -158,7 +168,8 @@ class DecidedLayer:
 
     def _decide(self, forward: Function) -> Function:
         program, manager, span, check = self.program, self.manager, self.span, self.check
-        schedule, layer, offset, count = manager.schedule, program.layer, span.offset, len(program.actions)
+        schedule, layer, count = manager.schedule, program.layer, len(program.actions)
+        offset, operators, last = span.offset, span.count, span.last
 
         # Every layer in every step goes through this, and pays for each function that it calls.
         def decided(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +177,9 @@ class DecidedLayer:
                 refuse_compilation(layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = schedule.enter(offset)
+            first = schedule.base + offset
+            if first < schedule.now:
+                first = schedule.enter(offset)
             run = Run(program, manager, first)
             push_saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack)
             try:
@@ -174,7 +187,10 @@ class DecidedLayer:
             finally:
                 pop_saved_tensors_hooks()
                 run.departures = run.repeated = None
-            span.leave(first, output)
+            if schedule.next > first + operators and not (last and schedule.returning):
+                schedule.now = first + operators
+            else:
+                span.leave(first, output)
             if run.number != count or run.changed:
                 self._took_another_way(run)
             return output
@@ -216,15 +232,14 @@ class DecidedLayer:
 class Run:
     """One run of a layer. It lives as long as the graph, which holds its ``pack``."""
 
-    __slots__ = ("actions", "changed", "departures", "first", "manager", "number", "repeated")
+    changed = False
+    departures: Departures | None = None
+    repeated: dict[Any, Repeated] | None = None
+    """By their nodes, the values that are saved more than once; only while the layer runs, since nodes hold this."""
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         self.actions, self.manager, self.first = program.actions, manager, first
         self.number = 0
-        self.changed = False
-        self.departures: Departures | None = None
-        self.repeated: dict[Any, Repeated] | None = None
-        """By their nodes, the values that are saved more than once; only while the layer runs, since nodes hold us."""
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd saves in place of ``tensor``."""
@@ -236,31 +251,34 @@ class Run:
             return without_graph(tensor)
         if action is None:
             return tensor
-        return self.act(tensor, action) if type(action) is Action else action(tensor)
+        return self.act(tensor, action) if isinstance(action, Action) else action(tensor)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         """Do what was decided."""
+        if action.plain and tensor.is_cpu:
+            copied = copy_on_host(tensor, action.line)
+            if copied is not None:
+                return copied
         decision = action.decision
-        saved: Tensor | Saved = tensor
-        position = self.first + action.position
-        if type(decision) is not Keep:
-            if tensor.dtype is not action.dtype or tensor.dim() != action.rank:
-                self.change()
-            elif type(decision) is Swap:
-                if action.plain and tensor.is_cpu:
-                    copied = copy_on_host(tensor, action.line)
-                    if copied is not None:
-                        return copied
-                saved = self._swapped(tensor, action, decision, position)
-            elif action.by_node:
-                saved = self._repeated(tensor, action)
+        saved: Tensor | Saved | None = None
+        if type(decision) is Keep:
+            pass
+        elif tensor.dtype is not action.dtype or tensor.dim() != action.rank:
+            self.change()
+        elif action.by_node:
+            saved = self._repeated(tensor, action)
+            if saved is not None and not action.reached:
+                return saved
+        elif type(decision) is Swap:
+            saved = self._swapped(tensor, action, decision)
+        else:
+            saved = self.rebuilt(tensor, action)
+        if saved is None or saved is tensor:
+            if action.checked:
+                saved = kept_apart(tensor)
             else:
-                saved = self.rebuilt(tensor, action) or tensor
-        if saved is tensor and action.checked:
-            saved = kept_apart(tensor)
-        elif saved is tensor and (action.output or self.changed):
-            saved = without_graph(tensor)
-        schedule = self.manager.schedule
+                saved = without_graph(tensor) if action.output or self.changed else tensor
+        schedule, position = self.manager.schedule, self.first + action.position
         if schedule.next <= position:
             due = schedule.reach(position)
             if due:
@@ -276,34 +294,34 @@ class Run:
         """How to rebuild ``tensor``; None if that is not known for certain."""
         return None
 
-    def _repeated(self, tensor: Tensor, action: Action) -> Tensor | Saved:
+    def _repeated(self, tensor: Tensor, action: Action) -> Saved | None:
         base = tensor._base
         whole = tensor if base is None else base
-        repeated = self.repeated.get(whole.grad_fn) if self.repeated is not None else None
-        if repeated is None:
+        repeated = self.repeated.get(whole.grad_fn) if action.shared and self.repeated else None
+        if repeated is not None:
+            repeated.pending += 1
+        else:
             call = read_node(whole, unpack)
             if call is None:
                 self.change()
-                return tensor
+                return None
             repeated = Repeated(call, action.line, self.manager.ledger)
             if action.shared:
                 self.repeated = self.repeated or {}
                 self.repeated[whole.grad_fn] = repeated
-        else:
-            repeated.want()
         if base is None:
             return repeated
         with DisableTorchFunction():
             return SeenAs(repeated, View.by(tensor))
 
-    def _swapped(self, tensor: Tensor, action: Action, swap: Swap, position: int) -> Tensor | Saved:
+    def _swapped(self, tensor: Tensor, action: Action, swap: Swap) -> Tensor | Saved:
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
             self.change()  # parameters never move
             return tensor
         departures = self.departures
         if departures is None:
             departures = self.departures = Departures(self.manager)
-        due = position + swap.prefetch
+        due = self.first + action.position + swap.prefetch
         saved = departures.out(tensor, swap, action.line, due, alone=action.alone)
         if action.last:
             for swapped in departures.latest:
@@ -313,8 +331,6 @@ class Run:
 
 class _Capturing(Run):
     """One run of a layer in which calls are captured. ``end`` empties it."""
-
-    __slots__ = ("begun", "given", "name", "open", "program", "registry", "turns")
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         super().__init__(program, manager, first)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +26,8 @@ WHOLE = "the whole layer"
 """What the receipt calls a layer that is recomputed as a whole."""
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Action:
     """What becomes of one saved tensor."""
 
     decision: Decision
@@ -38,9 +41,12 @@ class Action(NamedTuple):
     alone: bool
     """Whether nothing else will ask for its storage: no other saved tensor, no call to be repeated."""
     plain: bool
-    """Whether it is swapped to host memory, alone and with nothing due: on the host itself, one copy does it all."""
+    """Whether it is swapped to host memory, alone, all of its storage and with nothing due: on the host itself, one
+    copy does it all."""
     by_node: bool
     """Whether it is rebuilt from what its node saved."""
+    reached: bool
+    """Whether something is due at its operator."""
     shared: bool
     """Whether its storage is saved more than once."""
     cast: bool
@@ -122,7 +128,7 @@ def compile_layer(
         if isinstance(decision, Swap):
             due.add(position + decision.prefetch)
     waiting = sorted(due)
-    actions: list[Action | None] = []
+    actions: list[Action | Keeping | None] = []
     for number, (position, pack) in enumerate(zip(positions, kind.packs, strict=True)):
         decision = decide(pack)
         reached = bool(waiting) and waiting[0] <= position
@@ -147,8 +153,9 @@ def compile_layer(
                 owner,
                 last=final,
                 alone=alone,
-                plain=alone and not reached and isinstance(decision, Swap) and decision.tier == "host",
+                plain=alone and not reached and isinstance(decision, Swap) and decision.tier == "host" and _dense(pack),
                 by_node=isinstance(decision, Recompute) and owner in by_node,
+                reached=reached,
                 shared=shared,
                 cast=pack.cast,
                 output=pack.output,
@@ -169,6 +176,11 @@ def compile_layer(
         frozenset(call.name for call in kind.calls if is_collective(call.site.function)),
         frozenset(due),
     )
+
+
+def _dense(pack: Pack) -> bool:
+    """Whether the tensor is all of its storage."""
+    return prod(pack.shape) * pack.dtype.itemsize == pack.storage_bytes
 
 
 def _positions(kind: LayerKind) -> list[int]:

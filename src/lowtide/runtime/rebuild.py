@@ -27,6 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -63,10 +64,6 @@ class Produced(NamedTuple):
     view: View | None
     """None for the output itself."""
 
-    def want(self) -> None:
-        """One more user."""
-        self.call.want_output(self.output)
-
     def here(self) -> Tensor:
         """The tensor, rebuilt if it is not there."""
         tensor = self.call.output(self.output)
@@ -84,10 +81,6 @@ class Inside(NamedTuple):
     call: CapturedCall
     place: int
 
-    def want(self) -> None:
-        """One more user."""
-        self.call.want_inside(self.place)
-
     def tensor(self) -> Tensor:
         tensor = self.call.inside(self.place)
         self.call.release()
@@ -100,10 +93,6 @@ class Cast(NamedTuple):
     source: Produced
     dtype: torch.dtype
     size: tuple[int, ...]
-
-    def want(self) -> None:
-        """One more user."""
-        self.source.want()
 
     def tensor(self) -> Tensor:
         tensor = self.source.here().to(self.dtype).view(self.size)
@@ -120,23 +109,18 @@ class Repeated:
         self.call, self.line, self.ledger = call, line, ledger
         self.pending = 1
         self.result: Tensor | None = None
-        for operand in call.operands:
+        for operand in call[1]:
             if type(operand) is not Tensor:
-                while hasattr(operand, "saved"):  # something stands around it
-                    operand = operand.saved
-                if isinstance(operand, Reference):
-                    operand.want()
-
-    def want(self) -> None:
-        """One more user."""
-        self.pending += 1
+                _want(operand)
 
     def tensor(self) -> Tensor:
         result = self.result
-        if result is None:
-            result = self.result = self._repeat()
         self.pending -= 1
-        if self.pending <= 0:
+        if result is None:
+            result = self._repeat()
+            if self.pending > 0:
+                self.result = result
+        elif self.pending <= 0:
             self.result = None
         return result
 
@@ -152,18 +136,34 @@ class Repeated:
                     " changed in place after it ran; keep this operator"
                 )
             given.append(operand)
-        device = given[0].device
-        begin = self.ledger.begin(device)
-        if is_any_autocast_enabled():  # the node stands below autocast: its operands are cast already
+        line = self.line
+        line.recomputes += 1
+        if operand.is_cpu and not is_any_autocast_enabled():
+            begin = perf_counter()
+            result = function(*given, **options)
+            line.recompute_seconds += perf_counter() - begin
+        else:
+            began = self.ledger.begin(operand.device)
             with ExitStack() as stack:
-                for context in autocast_contexts(()):
+                for context in autocast_contexts(()):  # the node stands below autocast: its operands are cast already
                     stack.enter_context(context)
                 result = function(*given, **options)
-        else:
-            result = function(*given, **options)
-        self.ledger.end(self.line, device, begin)
-        self.line.recomputes += 1
+            self.ledger.end(line, operand.device, began)
         return result.detach() if result.requires_grad else result  # with gradients of gradients only
+
+
+def _want(saved: Any) -> None:
+    """One more will ask for what autograd holds in place of a tensor."""
+    if type(saved) is Repeated:
+        saved.pending += 1
+    elif isinstance(saved, Produced):
+        saved.call.want_output(saved.output)
+    elif isinstance(saved, Inside):
+        saved.call.want_inside(saved.place)
+    elif isinstance(saved, Cast | SeenAs):
+        _want(saved.source)
+    elif hasattr(saved, "saved"):  # something that stands around it
+        _want(saved.saved)
 
 
 class SeenAs(NamedTuple):
@@ -171,10 +171,6 @@ class SeenAs(NamedTuple):
 
     source: Repeated
     view: View
-
-    def want(self) -> None:
-        """One more user."""
-        self.source.pending += 1
 
     def tensor(self) -> Tensor:
         return self.view.of(self.source.tensor())
