@@ -6,14 +6,21 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 from torch._C import DisableTorchFunction
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +31,9 @@ __all__ = [
     "AutocastState",
     "DisableTorchFunction",
     "FakeTensorMode",
+    "GeluBackward",
+    "MulBackward",
+    "SiluBackward",
     "StorageWeakRef",
     "Subclass",
     "TorchDispatchMode",
@@ -34,15 +44,21 @@ __all__ = [
     "current_backward",
     "finish_collective",
     "flattened",
+    "function_modes",
     "held_indices",
     "inner_tensor",
+    "is_any_autocast_enabled",
     "is_collective",
     "is_compiled",
     "is_own_output",
     "landed_tensor",
     "multiply_all",
+    "node_arguments",
     "norms_of",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
     "set_grad_enabled",
+    "silu",
     "storage_bytes",
     "storage_key",
     "subclass_wrapper",
@@ -59,6 +75,11 @@ __all__ = [
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that hold their bytes themselves."""
+
+GeluBackward, MulBackward, SiluBackward = (
+    getattr(torch._C._functions, f"{name}Backward0") for name in ("Gelu", "Mul", "Silu")
+)
+"""The classes of nodes that a GELU, a product of tensors and a SiLU leave in the graph."""
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
@@ -151,13 +172,14 @@ def compiled_call(module: torch.nn.Module) -> str:
 
 
 def _from_outside(module: torch.nn.Module) -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def under_compilation() -> bool:
     """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    # What `torch.compiler.is_compiling` asks beside is for TorchScript, and takes microseconds of every layer.
+    return is_dynamo_compiling() or compiler._is_compiling_flag or get_eval_frame_callback() is not None
 
 
 def without_graph(tensor: Tensor) -> Tensor:
@@ -166,8 +188,16 @@ def without_graph(tensor: Tensor) -> Tensor:
     A node that saves its own output through hooks must not hold the output itself: the output holds the node, and if
     the graph is dropped instead of being run, nothing finds that circle.
     """
+    if type(tensor) is Tensor and not function_modes():
+        return tensor.detach()
     with DisableTorchFunction():
         return tensor.detach()
+
+
+def node_arguments(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads of a node what it has saved as these arguments; each has what autograd holds, ``data``, and its hook."""
+    getter = attrgetter(*(f"_raw_saved_{name}" for name in names))
+    return getter if len(names) > 1 else lambda node: (getter(node),)
 
 
 def current_backward() -> int:
