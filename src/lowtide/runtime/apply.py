@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -56,12 +56,16 @@ def apply(
     return Handle(found, policy, limits or Limits(), verify=verify)
 
 
+Structure: TypeAlias = tuple[tuple[str, type[nn.Module]], ...]
+"""The names and classes of a layer's modules, its own first: layers that are alike in it are learnt once."""
+
+
 class Handle:
     """A Policy at work on a model."""
 
     def __init__(self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False) -> None:
         self.layers, self.policy, self.verify = layers, policy, verify
-        self.kinds: dict[type[nn.Module], LayerKind] = {}
+        self.kinds: dict[Structure, LayerKind] = {}
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
@@ -108,7 +112,7 @@ class Handle:
             hook.remove()
         self.manager.close()
 
-    def _learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
+    def _learnt(self, kind_of: Structure, kind: LayerKind) -> None:
         """A class of layers is known: its layers do from now on what the Policy says."""
         self.kinds[kind_of] = kind
         complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds)
@@ -146,8 +150,8 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
-        self.kind_of = type(self.layer)
-        """Its class when the Policy was applied: ``fully_shard`` gives a layer another one."""
+        self.kind_of = _structure(self.layer)
+        """What it was made of when the Policy was applied: ``fully_shard`` gives a layer another class."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
         self.wrappers = Wrappers()
@@ -280,6 +284,11 @@ class _Follower:
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
         self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
         self.install()
+
+
+def _structure(layer: nn.Module) -> Structure:
+    """A layer's modules. Layers of one class may have other parts, such as dense ones before those with experts."""
+    return tuple((name, type(module)) for name, module in layer.named_modules())
 
 
 def _by_operator(settings: LayerPolicy) -> bool:
