@@ -18,6 +18,8 @@ from lowtide._torch_private import (
     autocast_state,
     compiled_call,
     current_backward,
+    exchange_rows,
+    held_indices,
     inner_tensor,
     is_collective,
     is_compiled,
@@ -215,3 +217,18 @@ def test_many_tensors_are_measured_and_multiplied_at_once() -> None:
     multiply_all(tensors, torch.tensor(0.5))
     assert tensors[1].tolist() == [1.5, 2.0]
     assert tensors[0].dtype == torch.bfloat16
+
+
+def test_the_places_that_a_rank_holds_are_those_of_its_part(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = torch.arange(15).view(5, 3)
+    parts = [(Shard(0), whole[:3]), (Shard(1), whole[:, :2]), (Shard(-1), whole[:, :2]), (Replicate(), whole)]
+    for placement, part in parts:
+        rows, columns = held_indices(DTensor.from_local(part, mesh, [placement], shape=(5, 3), stride=(3, 1)))
+        assert torch.equal(whole[rows][:, columns], part)
+
+
+def test_rows_that_are_exchanged_are_as_many_as_were_announced(mesh: Any) -> None:
+    """What they hold is shown by two ranks with experts of their own, in ``tests/models``."""
+    assert exchange_rows(torch.ones(3, 2), [1, 4], [2, 1], mesh.get_group()).shape == (5, 2)

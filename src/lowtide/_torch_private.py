@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,6 +43,7 @@ __all__ = [
     "autocast_state",
     "compiled_call",
     "current_backward",
+    "exchange_rows",
     "finish_collective",
     "flattened",
     "function_modes",
@@ -313,3 +315,14 @@ def held_indices(tensor: Tensor) -> list[Tensor]:
         )
         held[dimension] = parts[coordinate[axis]].reshape(-1)
     return held
+
+
+def exchange_rows(rows: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    """Send each rank of a group some of our rows, and give back those that arrived, one rank's after another's.
+
+    The functional collective makes the result itself, so that whoever watches kernels sees who wrote it.
+    """
+    functional = importlib.import_module("torch.distributed._functional_collectives")
+    arrived = functional.all_to_all_single(rows, received, sent, group)
+    done: Tensor = functional.wait_tensor(arrived)
+    return done

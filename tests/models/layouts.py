@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,10 +18,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, apply
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
 from lowtide.models.initialise import initialise
-from models.shapes import llama, loss_of, tokens
+from lowtide.models.moe import distribute_experts
+from lowtide.models.router import set_auxiliary_scale
+from models.shapes import deepseek, llama, loss_of, tokens
 
 PLAN: dict[str, Any] = {
     "attention_norm": SequenceParallel(),
@@ -110,3 +114,34 @@ def experts_in_parts() -> dict[str, Tensor]:
         setattr(module, name, nn.Parameter(distribute_tensor(getattr(module, name).detach(), mesh, placements)))
     initialise(module, seed=5)
     return {name: whole(one) for name, one in module.named_parameters()}
+
+
+def expert_parallel(decision: str) -> dict[str, Tensor]:
+    """Two ranks with half of the experts and half of the batch each, twice over; the whole mean gradients."""
+    everything = Pattern(".*", "path")
+    policies = {
+        "recompute operators": LayerPolicy(rules=(Rule(everything, Recompute()),)),
+        "recompute layers": LayerPolicy(Recompute()),
+        "swap": LayerPolicy(Swap(3)),
+    }
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "ep"))["ep"]
+    with torch.device("meta"):
+        model = build_model(deepseek())
+    distribute_experts(model, mesh)
+    model.to_empty(device="cpu")
+    initialise(model, seed=5)
+    handle = None
+    if decision != "keep":
+        handle = apply(model, Policy((policies[decision],) * 3, origin="solver"), limits=Limits(minimum_bytes=1))
+    batch = tokens(2, seed=1)[mesh.get_local_rank()].unsqueeze(0)
+    set_auxiliary_scale(model, 1 / mesh.size())
+    for _ in range(2):  # the first step learns
+        model.zero_grad()
+        loss = loss_of(model(batch), batch)
+        (loss / mesh.size()).backward()
+    if handle is not None:
+        assert sum(line.recomputes + line.swaps for line in handle.ledger.lines.values())
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):  # experts have the gradients of all ranks' tokens already
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+    return {"loss": loss.detach()} | {name: whole(one.grad).clone() for name, one in model.named_parameters()}

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
+from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.initialise import initialise
-from lowtide.models.shape import DecoderShape
+from lowtide.models.shape import DecoderShape, LatentShape
 
 VOCABULARY, LENGTH = 48, 16
 
@@ -36,3 +37,14 @@ def tokens(batch: int = 2, *, seed: int = 0) -> Tensor:
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def deepseek(*, experts: dict[str, Any] | None = None, **changes: Any) -> DecoderShape:
+    sizes: dict[str, Any] = {
+        "count": 8, "chosen": 2, "intermediate_size": 16, "shared": 1, "first_dense": 1, "scoring": "sigmoid",
+        "groups": 4, "chosen_groups": 2, "normalised": True, "scaling": 1.5, "auxiliary": 0.01,
+        "balancing": "seq_aux_loss", "bias": True, "bias_rate": 0.01,
+    }  # fmt: skip
+    latent = LatentShape(q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    routed = ExpertsShape(**{**sizes, **(experts or {})})
+    return llama(**{"num_key_value_heads": 4, "latent": latent, "experts": routed, **changes})

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from lowtide.errors import ModelError
 from lowtide.models.decoder import Decoder
+from lowtide.models.deepseek import deepseek_layer
 from lowtide.models.layer import DecoderLayer
 from lowtide.models.llama import llama_layer
 from lowtide.models.shape import DecoderShape
@@ -21,6 +22,11 @@ def build_model(
     A pipeline stage has some of the layers, an embedding if it is the first and a head if it is the last. Weights are
     filled by :func:`~lowtide.models.initialise.initialise`.
     """
+    if shape.prediction_layers:
+        raise ModelError(
+            f"the shape has {shape.prediction_layers} multi-token-prediction layers, which the reference models do not"
+            " have yet: set num_nextn_predict_layers to 0"
+        )
     chosen = range(shape.num_layers) if layers is None else list(layers)
     if beyond := [number for number in chosen if not 0 <= number < shape.num_layers]:
         raise ModelError(f"layers {beyond} were asked for; the model has layers 0 to {shape.num_layers - 1}")
@@ -28,4 +34,6 @@ def build_model(
 
 
 def _layer(shape: DecoderShape, number: int) -> DecoderLayer:
-    return llama_layer(shape)
+    if shape.latent is None and shape.experts is None:
+        return llama_layer(shape)
+    return deepseek_layer(shape, number)

@@ -174,8 +174,10 @@ def _run_compiled(function: Callable[..., Any], *tensors: Tensor) -> Any:
 def _plain(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The same contiguous values in another shape, and no view: of a view the compiler compiles the base's shape in."""
     whole = tensor.contiguous()
-    plain = torch.empty(0, dtype=whole.dtype, device=whole.device)
-    return plain.set_(whole.untyped_storage(), whole.storage_offset(), shape)
+    plain: Any = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    plain.set_(whole.untyped_storage(), whole.storage_offset(), shape)
+    alike: Tensor = plain
+    return alike
 
 
 def _flat(tensor: Tensor) -> Tensor:

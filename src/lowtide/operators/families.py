@@ -117,7 +117,6 @@ mlp.experts.act_fn | feed_forward.experts.activation.silu | mlp.experts.activati
         """
 attention_norm | attention_norm.norm | input_layernorm.norm
 ffn_norm       | ffn_norm.norm       | pre_mlp_layernorm.norm
-add add_1      | add                 | add
 """,
     ),
     Part(  # our own attention
@@ -130,10 +129,6 @@ attention.wv     | attention.wv.matmul   | self_attention.linear_qkv.matmul
 attention.wo     | attention.wo.matmul   | self_attention.linear_proj.matmul
 attention.q_norm | attention.q_norm.norm | self_attention.q_layernorm.norm
 attention.k_norm | attention.k_norm.norm | self_attention.k_layernorm.norm
-attention.apply_rotary_emb \
-    | attention.apply_rotary_emb.add attention.apply_rotary_emb.mul attention.apply_rotary_emb.neg \
-    | self_attention.apply_rotary_pos_emb.add self_attention.apply_rotary_pos_emb.mul \
-      self_attention.apply_rotary_pos_emb.neg
 """,
     ),
     Part(
@@ -145,12 +140,45 @@ attention.scaled_dot_product_attention \
       self_attention.flash_attention.flash_attention
 """,
     ),
-    Part(  # the same in parts
+    Part(
+        ("attention.apply_rotary_emb",),
+        """
+attention.apply_rotary_emb \
+    | attention.apply_rotary_emb.add attention.apply_rotary_emb.mul attention.apply_rotary_emb.neg \
+    | self_attention.apply_rotary_pos_emb.add self_attention.apply_rotary_pos_emb.mul \
+      self_attention.apply_rotary_pos_emb.neg
+""",
+    ),
+    Part(  # our attention without the fused call
         ("attention.matmul", "attention.softmax", "attention.matmul_1"),
         """
 attention.matmul   | attention.batch_matmul_q_k | self_attention.core_attention.bmm
 attention.softmax  | attention.softmax          | self_attention.core_attention.softmax
 attention.matmul_1 | attention.batch_matmul     | self_attention.core_attention.bmm
+""",
+    ),
+    Part(  # our own latent attention
+        ("attention.linear_q_up_proj", "attention.linear_kv_down_proj", "attention.linear_kv_up_proj"),
+        """
+attention.                     | attention.                            | self_attention.
+attention.linear_q_down_proj   | attention.linear_q_down_proj.matmul   | self_attention.linear_q_down_proj.matmul
+attention.q_layernorm          | attention.q_layernorm.norm            | self_attention.q_layernorm.norm
+attention.linear_q_up_proj     | attention.linear_q_up_proj.matmul     | self_attention.linear_q_up_proj.matmul
+attention.linear_kv_down_proj  | attention.linear_kv_down_proj.matmul  | self_attention.linear_kv_down_proj.matmul
+attention.kv_layernorm         | attention.kv_layernorm.norm           | self_attention.kv_layernorm.norm
+attention.linear_kv_up_proj    | attention.linear_kv_up_proj.matmul    | self_attention.linear_kv_up_proj.matmul
+attention.linear_proj          | attention.wo.matmul                   | self_attention.linear_proj.matmul
+""",
+    ),
+    Part(  # our own experts; what they compute is below
+        ("feed_forward.router", "feed_forward.dispatch", "feed_forward.combine"),
+        """
+feed_forward.           | feed_forward.          | mlp.
+feed_forward.experts.   | feed_forward.experts.  | mlp.experts.
+feed_forward.dispatch   | feed_forward.dispatch  | mlp.token_dispatcher.permute
+feed_forward.combine    | feed_forward.combine   | mlp.token_dispatcher.unpermute
+feed_forward.exchange feed_forward.exchange_1 | feed_forward.exchange | mlp.token_dispatcher.all_to_all
+feed_forward.arrange feed_forward.arrange_1   | feed_forward.arrange  | mlp.token_dispatcher.sort
 """,
     ),
     *(_gated(inside) for inside in ("feed_forward", "feed_forward.shared_experts", "feed_forward.experts")),

@@ -1,0 +1,196 @@
+"""The router of a mixture of experts: which experts each token goes to, with what weight, and its losses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowtide._torch_private import current_backward
+from lowtide.models.experts_shape import ExpertsShape
+
+__all__ = [
+    "Router",
+    "Routing",
+    "auxiliary_losses",
+    "expert_fractions",
+    "reset_expert_counts",
+    "routers_of",
+    "set_auxiliary_scale",
+    "update_expert_bias",
+]
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    weights: Tensor
+    """``[tokens, chosen]``: what the answer of each chosen expert is multiplied by."""
+    experts: Tensor
+    """``[tokens, chosen]``: the chosen experts."""
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses the best. It is one operator, its losses included."""
+
+    expert_bias: Tensor | None
+
+    def __init__(self, shape: ExpertsShape, width: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(shape.count, width))
+        self.register_buffer("expert_bias", torch.zeros(shape.count, dtype=torch.float32) if shape.bias else None)
+        self.counts: Tensor | None = None
+        """Slots that chose each expert since the last reset. No buffer: no wrapper may copy it from another rank."""
+        self.loss: Tensor | None = None
+        """The sum of its losses, each micro batch's once, since the last reset."""
+        self.scale: Tensor | None = None
+        """What the gradients of its losses are multiplied by; read when backward comes here."""
+        self.scale_value = 1.0
+        nn.init.normal_(self.weight, std=0.02)
+
+    def make_buffers(self) -> None:
+        """The bias as it begins."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """``hidden`` is ``[batch, sequence, width]``."""
+        shape = self.shape
+        # In single precision whatever the rest is in: a score that is rounded sends a token elsewhere.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = functional.linear(hidden.float(), self.weight.float())
+            scores = logits.softmax(-1) if shape.scoring == "softmax" else logits.sigmoid()
+            with torch.no_grad():
+                experts = self._choose(scores.detach())
+            weights = scores.gather(-1, experts)
+            if shape.normalised and shape.chosen > 1:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights * shape.scaling
+            losses = self._losses(logits, scores, experts)
+        if losses is not None and self.training and torch.is_grad_enabled():
+            weights = _Attach.apply(weights, losses, self._scale(hidden.device))
+        self._record(experts, losses)
+        return Routing(weights.flatten(0, 1), experts.flatten(0, 1))
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        shape = self.shape
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if shape.chosen_groups < shape.groups:
+            grouped = scores.unflatten(-1, (shape.groups, -1))
+            # A group is as good as its best expert; with a bias, as its two best together.
+            best = grouped.topk(min(2, grouped.shape[-1]) if shape.bias else 1, dim=-1).values.sum(-1)
+            allowed = torch.zeros_like(best).scatter(-1, best.topk(shape.chosen_groups, dim=-1).indices, 1.0).bool()
+            scores = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(shape.chosen, dim=-1).indices
+
+    def _losses(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor | None:
+        shape = self.shape
+        parts = []
+        if shape.auxiliary and shape.balancing != "none":
+            share = scores if shape.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            chosen = torch.zeros_like(share).scatter(-1, experts, 1.0)
+            # Over each sequence by itself the mean over sequences is the same however they are divided among ranks.
+            over = (1,) if shape.balancing == "seq_aux_loss" else (0, 1)
+            fractions = chosen.mean(over) / shape.chosen
+            parts.append(shape.auxiliary * shape.count * (fractions * share.mean(over)).sum(-1).mean())
+        if shape.z_loss:
+            parts.append(shape.z_loss * logits.logsumexp(-1).square().mean())
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def _scale(self, device: torch.device) -> Tensor:
+        if self.scale is None or self.scale.device != device:
+            self.scale = torch.tensor(self.scale_value, device=device)
+        return self.scale
+
+    def _record(self, experts: Tensor, losses: Tensor | None) -> None:
+        if current_backward() != -1 or not self.training:
+            return  # repeated in backward: it was recorded when it first ran
+        with torch.no_grad():
+            counts = torch.bincount(experts.flatten(), minlength=self.shape.count)
+            self.counts = counts if self.counts is None else self.counts + counts
+            if losses is not None:
+                loss = losses.detach()
+                self.loss = loss if self.loss is None else self.loss + loss
+
+
+class _Attach(torch.autograd.Function):
+    """Passes weights on, and sends a gradient into the losses, so that nobody has to hand them on."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale  # no saved tensor: it is meant to be what it is when backward runs
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.scale.clone(), None
+
+
+def routers_of(model: nn.Module) -> dict[int, Router]:
+    """The routers of a model, by the number of their layer in the whole model."""
+    found: dict[int, Router] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            parts = name.split(".")
+            number = next((int(part) for part in parts if part.isdigit()), len(found))
+            found[number] = module
+    return found
+
+
+def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
+    """What the routers' losses weigh in the gradients of one micro batch, from the next backward on.
+
+    It is what the micro batch's main loss is multiplied by before backward: the loss scale over the number of micro
+    batches. With several model parts on a rank, call it for each.
+    """
+    for router in routers_of(model).values():
+        router.scale_value = scale
+        if router.scale is not None:
+            router.scale.fill_(scale)
+
+
+def auxiliary_losses(model: nn.Module) -> dict[int, Tensor]:
+    """By layer, the sum of a router's losses over the micro batches since the last reset, on this rank."""
+    return {number: router.loss for number, router in routers_of(model).items() if router.loss is not None}
+
+
+def expert_fractions(model: nn.Module) -> dict[int, Tensor]:
+    """By layer, the fraction of this rank's routed slots that chose each expert since the last reset.
+
+    A layer that has routed nothing has all zeros.
+    """
+    found = {}
+    for number, router in routers_of(model).items():
+        if router.counts is not None:
+            found[number] = router.counts / router.counts.sum().clamp(min=1)
+    return found
+
+
+def reset_expert_counts(model: nn.Module) -> None:
+    """Begin a new step: nothing routed, no losses."""
+    for router in routers_of(model).values():
+        router.counts = router.loss = None
+
+
+def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """After a step, move the bias of each expert against its load, summed over ``group``: one reduction for all layers.
+
+    ``group`` holds the ranks that see different tokens: data-parallel ones, expert-parallel ones included. All of them
+    have to call it. None for this rank alone.
+    """
+    biased = [(one, one.expert_bias) for one in routers_of(model).values() if one.expert_bias is not None]
+    if not biased:
+        return
+    with torch.no_grad():
+        counts = [torch.zeros_like(bias) if router.counts is None else router.counts for router, bias in biased]
+        loads = torch.stack([one.float() for one in counts])
+        if group is not None:
+            dist.all_reduce(loads, group=group)
+        steps = (loads.mean(-1, keepdim=True) - loads).sign()
+        for (router, bias), step in zip(biased, steps, strict=True):
+            bias.add_(step, alpha=router.shape.bias_rate)
