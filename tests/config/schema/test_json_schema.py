@@ -47,7 +47,18 @@ model: {num_hidden_layers: 8, hidden_size: 64}
 recompute: {mode: full, full_recompute_layer: ["0-3", 5]}
 swap: {enable: true, layer_swap: [{backward_prefetch: 1, layers: ["6"], tier: disk}]}
 """
-CASES = [DEEPSEEK, FORTY_EIGHT_LAYERS, *(case.text for case in SWAP_CASES.values()), TRAINING_CASE, NEWER_CASE]
+DATA_CASE = """
+train_dataset:
+  data_loader: {type: TextDataLoader, path: wiki.txt, tokenizer: bytes}
+  num_parallel_workers: 2
+  prefetch_size: 4
+train_dataset_task:
+  dataset_config:
+    data_loader: {type: SyntheticDataLoader, sizes: [1000, 0, 0], vocab_size: 50}
+lr_schedule: {type: ConstantWithCoolDownLR, keep_steps: 10, lr_end1: 1.0e-5, final_steps: 5, lr_end2: 1.0e-6}
+"""
+GUIDE = [DEEPSEEK, FORTY_EIGHT_LAYERS, *(case.text for case in SWAP_CASES.values())]
+CASES = [*GUIDE, TRAINING_CASE, NEWER_CASE, DATA_CASE]
 
 
 @cache

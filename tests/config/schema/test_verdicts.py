@@ -27,6 +27,10 @@ from schema_reading import errors, only_error, only_warning, read
         ({"model_config": {"use_pad_tokens": True}}, ("model_config", "use_pad_tokens")),
         ({"moe_config": {"group_wise_a2a": True}}, ("moe_config", "group_wise_a2a")),
         ({"train_dataset": {"numa_enable": True}}, ("train_dataset", "numa_enable")),
+        (
+            {"train_dataset": {"data_loader": {"config": {"reset_attention_mask": True}}}},
+            ("train_dataset", "data_loader", "config", "reset_attention_mask"),
+        ),
         ({"callbacks": [{"type": "SDCMonitor", "anything": 1}]}, ("callbacks", 0, "type")),
     ],
 )

@@ -129,13 +129,15 @@ class Batches:
     def _from_thread(self, consumed: int) -> list[Batch]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lowtide-data")
-        following = [consumed + step * self.samples_per_step for step in range(self._steps_ahead + 1)]
+        ready = self._ahead.pop(consumed, None)
+        batches = self._read(consumed) if ready is None else ready.result()
+        following = [consumed + step * self.samples_per_step for step in range(1, self._steps_ahead + 1)]
         for place in set(self._ahead) - set(following):  # left behind by a jump
             self._ahead.pop(place).cancel()
         for place in following:
             if place not in self._ahead:
                 self._ahead[place] = self._thread.submit(self._read, place)
-        return self._ahead.pop(consumed).result()
+        return batches
 
     @property
     def _steps_ahead(self) -> int:
