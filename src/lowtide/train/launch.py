@@ -76,7 +76,7 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     say = say or _to_stderr
@@ -106,6 +106,9 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
         except SignalException as error:
             say(f"ended by {error.sigval.name}; every rank was ended with it")
             return 128 + int(error.sigval)
+        except RendezvousClosedError:
+            say("error: another node gave up, and this one with it; its output says why")
+            return 1
         except (RendezvousError, RuntimeError, OSError) as error:
             if settings.nodes == 1:
                 raise
@@ -146,12 +149,22 @@ def tie_to_launcher() -> None:
 
 def _rendezvous(settings: Launch) -> dict[str, Any]:
     """One node meets itself on a port that is free; several meet where they were told, each at its own rank."""
-    if settings.nodes == 1:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    from lowtide.train.rendezvous import BACKEND, local_address, register
+
+    register()
+    alone = settings.nodes == 1
+    address = "localhost" if alone else settings.master_address
+    assert address is not None  # checked in __post_init__
     return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": f"{settings.master_address}:{settings.master_port}",
-        "rdzv_configs": {"rank": settings.node_rank, "timeout": int(settings.timeout)},
+        "rdzv_backend": BACKEND,
+        "rdzv_endpoint": f"{address}:{0 if alone else settings.master_port}",
+        "rdzv_configs": {
+            "node_rank": settings.node_rank,
+            "is_host": settings.node_rank == 0,
+            "join_timeout": int(settings.timeout),
+            "timeout": int(settings.timeout),
+        },
+        "local_addr": local_address(address, settings.node_rank),
     }
 
 

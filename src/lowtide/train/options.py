@@ -8,6 +8,9 @@ from pathlib import Path
 
 __all__ = ["TrainOptions", "restarted"]
 
+ROUND = "LOWTIDE_ROUND"
+"""Counts the starts of all ranks together, from 1, in the processes that the launcher starts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
@@ -36,5 +39,7 @@ class TrainOptions:
 
 
 def restarted() -> bool:
-    """Whether torchrun started this process again after a failure."""
+    """Whether this process was started again after a failure, of its own or of another rank."""
+    if ROUND in os.environ:
+        return os.environ[ROUND] != "1"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
