@@ -101,7 +101,7 @@ class Checkpoints:
         name = directory_name(step, self._names)
         self._names.add(name)
         path = self.directory / name
-        # Once: a mistake in how weights are named shows at the first save; later ones must not fail for copies that drift.
+        # Once: a mistake in naming weights shows at the first save; no later one may fail because copies drifted.
         samples = state.samples() if self._unchecked else {}
         self._unchecked = False
         common: dict[str, Any] = {

@@ -128,8 +128,8 @@ class TrainState:
             wanted |= held
         if problems:
             raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems))
-        own = f"{GENERATORS}{_rank():05d}"
-        for name in (PROGRESS, own):
+        _tell_of_conversions(wanted, stored)
+        for name in (PROGRESS, f"{GENERATORS}{_rank():05d}"):
             if name in stored:
                 wanted[name] = torch.empty(stored[name].shape, dtype=stored[name].dtype)
         return wanted
@@ -199,6 +199,18 @@ def problems_between(wanted: Mapping[str, Any], stored: Mapping[str, Stored]) ->
         if name in stored and isinstance(value, Tensor) and tuple(value.shape) != stored[name].shape:
             found.append(f"{name} has the shape {list(stored[name].shape)} in it and {list(value.shape)} in the model")
     return found
+
+
+def _tell_of_conversions(wanted: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    others = [name for name, value in wanted.items() if isinstance(value, Tensor) and value.dtype != stored[name].dtype]
+    if others and _rank() == 0:
+        logger.warning(
+            "%d tensors have another type than in the checkpoint and are converted, such as %s: %s there, %s here",
+            len(others),
+            others[0],
+            stored[others[0]].dtype,
+            wanted[others[0]].dtype,
+        )
 
 
 def difference_between(samples: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
