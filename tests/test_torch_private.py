@@ -22,6 +22,8 @@ from lowtide._torch_private import (
     is_collective,
     is_compiled,
     landed_tensor,
+    multiply_all,
+    norms_of,
     set_grad_enabled,
     storage_bytes,
     storage_key,
@@ -203,3 +205,13 @@ def test_gradients_can_be_turned_on_and_off() -> None:
     assert not torch.is_grad_enabled()
     set_grad_enabled(True)
     assert torch.is_grad_enabled()
+
+
+def test_many_tensors_are_measured_and_multiplied_at_once() -> None:
+    tensors = [torch.full((9,), 2.0, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]), torch.empty(0)]
+    norms = norms_of(tensors)
+    assert [norm.item() for norm in norms] == [6.0, 5.0, 0.0]
+    assert {norm.dtype for norm in norms} == {torch.float32}
+    multiply_all(tensors, torch.tensor(0.5))
+    assert tensors[1].tolist() == [1.5, 2.0]
+    assert tensors[0].dtype == torch.bfloat16

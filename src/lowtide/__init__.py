@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowtide.config.check import load_policy
     from lowtide.errors import (
+        CheckpointError,
         ConfigError,
+        DataError,
+        LaunchError,
         LowtideError,
         ModelError,
         PatternError,
         PolicyError,
         RebuildError,
+        RunDirectoryError,
         SwapError,
         UnitError,
         UnmatchedError,
@@ -46,11 +50,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Catalogue",
+    "CheckpointError",
     "CommRule",
     "ConfigError",
+    "DataError",
     "Decision",
     "Handle",
     "Keep",
+    "LaunchError",
     "LayerPolicy",
     "Limits",
     "LowtideError",
@@ -65,6 +72,7 @@ __all__ = [
     "Recompute",
     "Resolution",
     "Rule",
+    "RunDirectoryError",
     "Swap",
     "SwapError",
     "UnitError",

@@ -6,14 +6,22 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 from torch._C import DisableTorchFunction
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import is_dynamo_compiling
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -23,6 +31,9 @@ __all__ = [
     "AutocastState",
     "DisableTorchFunction",
     "FakeTensorMode",
+    "GeluBackward",
+    "MulBackward",
+    "SiluBackward",
     "StorageWeakRef",
     "Subclass",
     "TorchDispatchMode",
@@ -32,12 +43,22 @@ __all__ = [
     "compiled_call",
     "current_backward",
     "finish_collective",
+    "flattened",
+    "function_modes",
+    "held_indices",
     "inner_tensor",
+    "is_any_autocast_enabled",
     "is_collective",
     "is_compiled",
     "is_own_output",
     "landed_tensor",
+    "multiply_all",
+    "node_arguments",
+    "norms_of",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
     "set_grad_enabled",
+    "silu",
     "storage_bytes",
     "storage_key",
     "subclass_wrapper",
@@ -54,6 +75,11 @@ __all__ = [
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that hold their bytes themselves."""
+
+GeluBackward, MulBackward, SiluBackward = (
+    getattr(torch._C._functions, f"{name}Backward0") for name in ("Gelu", "Mul", "Silu")
+)
+"""The classes of nodes that a GELU, a product of tensors and a SiLU leave in the graph."""
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
@@ -146,13 +172,14 @@ def compiled_call(module: torch.nn.Module) -> str:
 
 
 def _from_outside(module: torch.nn.Module) -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before something is compiled; it takes long
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def under_compilation() -> bool:
     """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    # What `torch.compiler.is_compiling` asks beside is for TorchScript, and takes microseconds of every layer.
+    return is_dynamo_compiling() or compiler._is_compiling_flag or get_eval_frame_callback() is not None
 
 
 def without_graph(tensor: Tensor) -> Tensor:
@@ -161,8 +188,16 @@ def without_graph(tensor: Tensor) -> Tensor:
     A node that saves its own output through hooks must not hold the output itself: the output holds the node, and if
     the graph is dropped instead of being run, nothing finds that circle.
     """
+    if type(tensor) is Tensor and not function_modes():
+        return tensor.detach()
     with DisableTorchFunction():
         return tensor.detach()
+
+
+def node_arguments(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads of a node what it has saved as these arguments; each has what autograd holds, ``data``, and its hook."""
+    getter = attrgetter(*(f"_raw_saved_{name}" for name in names))
+    return getter if len(names) > 1 else lambda node: (getter(node),)
 
 
 def current_backward() -> int:
@@ -241,3 +276,40 @@ def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]
 def _device_kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
+    """Some dimensions of a mesh as one, known to the mesh by ``name``."""
+    return mesh[names]._flatten(name)
+
+
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor in float32, whatever its own type; few kernels for all of them."""
+    norms: list[Tensor] = list(torch._foreach_norm(tensors, 2.0, torch.float32))
+    return norms
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a number on their device; few kernels for all of them."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def held_indices(tensor: Tensor) -> list[Tensor]:
+    """For each dimension of a DTensor the places in the whole tensor that this rank holds, in its order.
+
+    Placements are followed as DTensor itself splits, so that shards of shards come out right. A rank outside the mesh
+    holds nothing.
+    """
+    whole: Any = tensor
+    coordinate = whole.device_mesh.get_coordinate()
+    held = [torch.arange(size if coordinate is not None else 0) for size in whole.shape]
+    for axis, placement in enumerate(whole.placements):
+        if coordinate is None or not hasattr(placement, "_split_tensor"):
+            continue
+        dimension = placement.dim % len(held)
+        shape = [-1 if one == dimension else 1 for one in range(len(held))]
+        parts, _ = placement._split_tensor(
+            held[dimension].view(shape), whole.device_mesh.size(axis), with_padding=False, contiguous=False
+        )
+        held[dimension] = parts[coordinate[axis]].reshape(-1)
+    return held

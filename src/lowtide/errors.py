@@ -5,11 +5,14 @@
     LowtideError
     ├── CheckpointError         a checkpoint cannot be written, or is damaged, or does not fit the run
     ├── ConfigError             a configuration file cannot be used
+    ├── DataError               training data cannot be read, or does not fit the model
+    ├── LaunchError             the processes of a run cannot be started, or do not find each other
     ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PolicyError             a Policy cannot be read, or does not fit its model
     │   ├── PatternError        a pattern is not written as the pattern language asks
     │   └── UnmatchedError      a pattern matches nothing in the model
     ├── RebuildError            what an operator produced cannot be rebuilt exactly
+    ├── RunDirectoryError       a run directory belongs to another run
     ├── SwapError               a swapped tensor did not come back as it left
     ├── VerificationError       a run with lowtide differs from the same run without it
     └── UnitError               a size or a duration cannot be read, such as "24 parsecs"
@@ -22,11 +25,14 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataError",
+    "LaunchError",
     "LowtideError",
     "ModelError",
     "PatternError",
     "PolicyError",
     "RebuildError",
+    "RunDirectoryError",
     "SwapError",
     "UnitError",
     "UnmatchedError",
@@ -44,6 +50,14 @@ class CheckpointError(LowtideError):
 
 class ConfigError(LowtideError):
     """A configuration file cannot be used; the message lists every problem with its position."""
+
+
+class DataError(LowtideError):
+    """Training data cannot be read, or does not fit the model."""
+
+
+class LaunchError(LowtideError):
+    """The processes of a run cannot be started, or do not find each other."""
 
 
 class ModelError(LowtideError):
@@ -64,6 +78,10 @@ class UnmatchedError(PolicyError):
 
 class RebuildError(LowtideError):
     """What a recomputed operator produced cannot be rebuilt exactly."""
+
+
+class RunDirectoryError(LowtideError):
+    """A run directory belongs to another run, or another run is writing into it."""
 
 
 class SwapError(LowtideError):

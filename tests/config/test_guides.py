@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, FORTY_EIGHT_LINES, SWAP_CASES
 from lowtide.config.check import Check, check_text
 from lowtide.operators.names import layer_operators
 from lowtide.policy import Keep, Recompute, Swap
@@ -24,17 +25,6 @@ def accepted(text: str, **overrides: Any) -> Check:
 
 def lines(result: Check, start: str) -> list[str]:
     return [text for _, text in result.log if text.startswith(start)]
-
-
-DEEPSEEK = """\
-# recompute config
-recompute_config:
-  recompute: [3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3, 2, 0]
-  select_recompute: False
-  parallel_optimizer_comm_recompute: True
-  mp_comm_recompute: True
-  recompute_slice_activation: True
-"""
 
 
 def test_deepseek_example_recomputes_the_first_layers_of_each_stage() -> None:
@@ -63,20 +53,6 @@ def test_deepseek_example_alone_asks_for_the_number_of_layers() -> None:
     assert "--set model.model_config.num_layers=48" in problem.hint
 
 
-FORTY_EIGHT_LAYERS = r"""
-# recompute config
-recompute_config:
-  recompute: [[2,1,0,0,0],[1,0,0,0,0]]
-  select_recompute:
-    'feed_forward\.w1\.activation\.silu': True
-    'feed_forward\.mul': True
-    'feed_forward\.w1\.matmul': [[1,0,0,0,0],[2,1,0,0,0]]
-    'feed_forward\.w3\.matmul': [2,1,0,0,0]
-  select_comm_recompute: ['ffn_norm\.norm','attention_norm\.norm']
-"""
-EVERYWHERE = "[[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]"
-
-
 def forty_eight_layers() -> Check:
     return accepted(
         FORTY_EIGHT_LAYERS,
@@ -90,18 +66,8 @@ def forty_eight_layers() -> Check:
 
 def test_48_layer_example_prints_the_guides_normal_form() -> None:
     result = forty_eight_layers()
-    expected = [
-        "Formative layer_recompute: [[2, 1, 0, 0, 0], [1, 0, 0, 0, 0]]",
-        r"Formative select_recompute: {'feed_forward\.w1\.activation\.silu': "
-        + EVERYWHERE
-        + r", 'feed_forward\.mul': "
-        + EVERYWHERE
-        + r", 'feed_forward\.w1\.matmul': [[1, 0, 0, 0, 0], [2, 1, 0, 0, 0]]"
-        + r", 'feed_forward\.w3\.matmul': [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]}",
-        rf"Formative select_comm_recompute: {{'ffn_norm\.norm': {EVERYWHERE}, 'attention_norm\.norm': {EVERYWHERE}}}",
-    ]
     shown = [text for text in lines(result, "Formative") if "exclude" not in text]
-    assert shown == expected
+    assert shown == FORTY_EIGHT_LINES
 
 
 def test_48_layer_example_holds_a_setting_without_effect_and_we_say_so() -> None:
@@ -110,68 +76,15 @@ def test_48_layer_example_holds_a_setting_without_effect_and_we_say_so() -> None
     assert warning.line == 9
 
 
-SWAP = """\
-context:
-  memory_optimize_level: "O0"
-model:
-  model_config:
-    num_layers: 4
-recompute_config:
-  recompute: False
-  select_recompute: {select}
-  select_comm_recompute: False
-swap_config:
-  swap: True
-"""
-NO_RECOMPUTE = SWAP.format(select="False")
-BY_OPERATOR = """\
-  op_swap:
-    - op_name: 'attention'
-      backward_prefetch: 20
-      layers: [0,1,2]
-    - op_name: 'attention'
-      backward_prefetch: 10
-      layers: [3]
-    - op_name: 'feed_forward'
-      backward_prefetch: 15
-      layers: [1,2]
-"""
-
-
-def test_swap_case_1_swaps_attention_everywhere_by_default() -> None:
-    result = accepted(NO_RECOMPUTE + "  default_prefetch: 10\n")
-    assert lines(result, "Set") == [f"Set op_swap at layer {i}: attention.flash_attention, value=10" for i in range(4)]
+@pytest.mark.parametrize("case", SWAP_CASES)
+def test_a_swap_case_gives_the_guides_own_lines(case: str) -> None:
+    result = accepted(SWAP_CASES[case].text)
+    assert lines(result, "Set") == SWAP_CASES[case].lines
     assert not result.problems.warnings
 
 
-def test_swap_case_2_swaps_two_layers() -> None:
-    result = accepted(NO_RECOMPUTE + "  layer_swap:\n    - backward_prefetch: 20\n      layers: [0,3]\n")
-    assert lines(result, "Set") == [
-        "Set layer swap at layer 0 and value is: 20",
-        "Set layer swap at layer 3 and value is: 20",
-    ]
-
-
-def test_swap_case_3_swaps_operators_of_layers() -> None:
-    result = accepted(NO_RECOMPUTE + BY_OPERATOR)
-    assert lines(result, "Set") == [
-        "Set op_swap at layer 0: .attention, value=20",
-        "Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15",
-        "Set op_swap at layer 2: .attention, value=20, .feed_forward, value=15",
-        "Set op_swap at layer 3: .attention, value=10",
-    ]
-
-
-def test_swap_case_4_mixes_swap_and_recompute() -> None:
-    result = accepted(SWAP.format(select="\n    'feed_forward': [0,3]") + BY_OPERATOR)
-    assert lines(result, "Set") == [
-        "Set select recompute at layer 0: feed_forward",
-        "Set op_swap at layer 0: .attention, value=20",
-        "Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15",
-        "Set op_swap at layer 2: .attention, value=20, .feed_forward, value=15",
-        "Set select recompute at layer 3: feed_forward",
-        "Set op_swap at layer 3: .attention, value=10",
-    ]
+def test_swapped_attention_beside_a_recomputed_feed_forward_stays_swapped() -> None:
+    result = accepted(SWAP_CASES["4: swap and recompute"].text)
     assert result.resolution is not None
     decisions = result.resolution.layers[0].decisions
     assert decisions["feed_forward.mul"] == Recompute()

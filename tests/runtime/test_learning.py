@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tide.testing import fresh_tide  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lowtide.errors import PolicyError, UnmatchedError
@@ -86,3 +86,42 @@ def test_a_graph_that_is_never_run_ends_though_operators_save_their_own_outputs(
         model(x).sum()
         gc.collect()
         assert torch.accelerator.memory_allocated() == before
+
+
+class Mixed(nn.Module):
+    """Layers of one class, of which the first has another block than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(dense) for dense in (True, False, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    class Layer(nn.Module):
+        def __init__(self, dense: bool) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.act = nn.SiLU() if dense else nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.act(self.up(x)) if isinstance(self.act, nn.SiLU) else self.up(x).tanh())
+
+
+def test_layers_of_one_class_with_other_modules_are_kinds_of_their_own() -> None:
+    model = Mixed()
+    handle = apply(model, Policy((swap("act"), swap("tanh"), swap("tanh"))), limits=Limits(minimum_bytes=1))
+    for _ in range(2):
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert len(handle.kinds) == 2
+    assert {line.layer for line in lines(handle, "tanh") if line.swaps} == {1, 2}
+
+
+def test_in_a_part_of_a_model_a_pattern_may_match_nothing() -> None:
+    model = Stack(gated, 2)
+    handle = apply(model, Policy((swap("tanh"),) * 2), partial=True)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert [one.setting for one in handle.unused] == ["tanh"]
+    assert "tanh" in str(handle.receipt().without_effect)

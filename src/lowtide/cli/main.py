@@ -9,6 +9,7 @@ from lowtide.cli.convert import convert
 from lowtide.cli.operators import operators
 from lowtide.cli.schema import schema
 from lowtide.cli.selftest import selftest
+from lowtide.cli.train import train
 
 __all__ = ["app"]
 
@@ -26,6 +27,7 @@ app.command()(convert)
 app.command()(operators)
 app.command()(schema)
 app.command()(selftest)
+app.command()(train)
 
 
 def _version(value: bool) -> None:

@@ -1,4 +1,4 @@
-"""Name tables of model families: what users of the MindSpore guides call the operators of a transformers model.
+"""Name tables of model families: what users of the MindSpore guides call the operators of a model.
 
 A layer is recognised by its structure, part by part, so that a family is a choice of parts: Llama, Qwen and Mistral are
 the attention and the gated feed-forward below; Mixtral has the same attention and experts in place of the latter.
@@ -34,6 +34,23 @@ def _shared_experts(module: str) -> Part:
 {module}.act_fn    | feed_forward.shared_experts.w1.activation.silu | mlp.shared_experts.activation_func.silu
 {module}.mul       | feed_forward.shared_experts.mul                | mlp.shared_experts.mul
 {module}.down_proj | feed_forward.shared_experts.w2.matmul          | mlp.shared_experts.linear_fc2.matmul
+""",
+    )
+
+
+def _gated(module: str) -> Part:
+    """Our own gated feed-forward: of a dense layer, of shared experts, or of all routed ones at once."""
+    mcore = module.replace("feed_forward", "mlp")
+    return Part(
+        (f"{module}.w1", f"{module}.w3", f"{module}.w2"),
+        f"""
+{module}.       | {module}.                   | {mcore}.
+{module}.w1     | {module}.w1.matmul          | {mcore}.linear_fc1.matmul
+{module}.w3     | {module}.w3.matmul          | {mcore}.linear_fc1.matmul
+{module}.silu   | {module}.w1.activation.silu | {mcore}.activation_func.silu
+{module}.mul    | {module}.mul                | {mcore}.mul
+{module}.swiglu | {module}.w1.activation.silu {module}.mul | {mcore}.activation_func.silu {mcore}.mul
+{module}.w2     | {module}.w2.matmul          | {mcore}.linear_fc2.matmul
 """,
     )
 
@@ -95,6 +112,48 @@ mlp.experts.act_fn | feed_forward.experts.activation.silu | mlp.experts.activati
     ),
     _shared_experts("mlp.shared_expert"),  # Qwen2-MoE
     _shared_experts("mlp.shared_experts"),  # DeepSeek
+    Part(  # our own layers, whichever attention and feed-forward block they have
+        ("attention_norm", "ffn_norm"),
+        """
+attention_norm | attention_norm.norm | input_layernorm.norm
+ffn_norm       | ffn_norm.norm       | pre_mlp_layernorm.norm
+add add_1      | add                 | add
+""",
+    ),
+    Part(  # our own attention
+        ("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
+        """
+attention.       | attention.            | self_attention.
+attention.wq     | attention.wq.matmul   | self_attention.linear_qkv.matmul
+attention.wk     | attention.wk.matmul   | self_attention.linear_qkv.matmul
+attention.wv     | attention.wv.matmul   | self_attention.linear_qkv.matmul
+attention.wo     | attention.wo.matmul   | self_attention.linear_proj.matmul
+attention.q_norm | attention.q_norm.norm | self_attention.q_layernorm.norm
+attention.k_norm | attention.k_norm.norm | self_attention.k_layernorm.norm
+attention.apply_rotary_emb \
+    | attention.apply_rotary_emb.add attention.apply_rotary_emb.mul attention.apply_rotary_emb.neg \
+    | self_attention.apply_rotary_pos_emb.add self_attention.apply_rotary_pos_emb.mul \
+      self_attention.apply_rotary_pos_emb.neg
+""",
+    ),
+    Part(
+        ("attention.scaled_dot_product_attention",),
+        """
+attention.scaled_dot_product_attention \
+    | attention.flash_attention.flash_attention \
+    | self_attention.core_attention.flash_attention self_attention.core_attention.bmm \
+      self_attention.flash_attention.flash_attention
+""",
+    ),
+    Part(  # the same in parts
+        ("attention.matmul", "attention.softmax", "attention.matmul_1"),
+        """
+attention.matmul   | attention.batch_matmul_q_k | self_attention.core_attention.bmm
+attention.softmax  | attention.softmax          | self_attention.core_attention.softmax
+attention.matmul_1 | attention.batch_matmul     | self_attention.core_attention.bmm
+""",
+    ),
+    *(_gated(inside) for inside in ("feed_forward", "feed_forward.shared_experts", "feed_forward.experts")),
     Part(  # GPT-2
         ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj"),
         """

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lowtide._torch_private import version_of, without_graph
 
-__all__ = ["Kept"]
+__all__ = ["Kept", "kept_apart"]
 
 
 class Kept:
@@ -15,14 +15,21 @@ class Kept:
     __slots__ = ("kept", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.kept, self.version = without_graph(tensor), version_of(tensor)
+        self.kept = tensor
+        self.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
 
     def tensor(self) -> Tensor:
         """The tensor, if nobody has written to it."""
-        found = version_of(self.kept)
+        kept = self.kept
+        found = kept._version if type(kept) is Tensor else version_of(kept)
         if found != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" a tensor of shape {tuple(self.kept.shape)} is at version {found}; expected version {self.version}"
+                f" a tensor of shape {tuple(kept.shape)} is at version {found}; expected version {self.version}"
             )
-        return self.kept
+        return kept
+
+
+def kept_apart(tensor: Tensor) -> Kept:
+    """As :class:`Kept`, apart from the node that made the tensor, where that is the node that saves it."""
+    return Kept(without_graph(tensor))

@@ -33,7 +33,8 @@ from lowtide._torch_private import (
     written_arguments,
 )
 from lowtide.operators.calls import CallTracker, Site, tensors_of
-from lowtide.operators.kept import Kept
+from lowtide.operators.kept import Kept, kept_apart
+from lowtide.operators.nodes import read_node
 
 __all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
 
@@ -64,6 +65,8 @@ class Pack(NamedTuple):
     """Whether the node that saves it made it: whoever holds it as it is, for that node, holds a cycle."""
     rewritten: bool = False
     """Whether its storage was written to after it was saved: autograd refuses to use it."""
+    by_node: bool = False
+    """Whether the node that made it has saved all that it was made of: see :mod:`lowtide.operators.nodes`."""
 
 
 class Call(NamedTuple):
@@ -230,6 +233,7 @@ class Watcher:
 
     def pack(self, tensor: Tensor) -> Kept:
         origin, output = self.origin(tensor), is_own_output(tensor)
+        base = tensor._base
         self.packs.append(
             Pack(
                 self.open.name if self.open is not None else "",
@@ -242,11 +246,12 @@ class Watcher:
                 tensor.is_floating_point() or tensor.is_complex(),
                 origin.cast,
                 output,
+                by_node=read_node(tensor if base is None else base, Kept.tensor) is not None,
             )
         )
         if self.saved is not None:
             self.saved(tensor, origin.source)
-        return Kept(tensor)
+        return kept_apart(tensor) if output else Kept(tensor)
 
 
 class _OpenCall:

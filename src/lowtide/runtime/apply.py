@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,18 +28,29 @@ from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "apply"]
 
+Structure: TypeAlias = tuple[tuple[str, type[nn.Module]], ...]
+"""The modules of a layer and their classes. Layers alike in that are expected to have the same operators; layers of one
+class need not be alike: some have experts where others have a dense block."""
+
 
 def apply(
-    model: nn.Module, policy: Policy, *, layers: str | None = None, limits: Limits | None = None, verify: bool = False
+    model: nn.Module,
+    policy: Policy,
+    *,
+    layers: str | None = None,
+    limits: Limits | None = None,
+    verify: bool = False,
+    partial: bool = False,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
-    The operators of a class of layers are learnt while its first layer runs for the first time; that layer keeps
-    everything in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
+    The operators of layers with the same modules are learnt while the first of them runs for the first time; that layer
+    keeps everything in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
-    is slow.
+    is slow. ``partial`` says that the model is a part of one, such as a pipeline stage: a pattern that matches nothing
+    here may match elsewhere, so it is named in the receipt and is no error.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
     model as it was.
@@ -53,15 +64,17 @@ def apply(
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
     warn_of_idle_settings(policy)
-    return Handle(found, policy, limits or Limits(), verify=verify)
+    return Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
 
 
 class Handle:
     """A Policy at work on a model."""
 
-    def __init__(self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False) -> None:
-        self.layers, self.policy, self.verify = layers, policy, verify
-        self.kinds: dict[type[nn.Module], LayerKind] = {}
+    def __init__(
+        self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False, partial: bool = False
+    ) -> None:
+        self.layers, self.policy, self.verify, self.partial = layers, policy, verify, partial
+        self.kinds: dict[Structure, LayerKind] = {}
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
@@ -71,10 +84,10 @@ class Handle:
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
         ]
         if any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
-            classes = set()
+            watched = set()
             for follower in self.followers:
-                if follower.kind_of not in classes and not follower.compiled:
-                    classes.add(follower.kind_of)
+                if follower.kind_of not in watched and not follower.compiled:
+                    watched.add(follower.kind_of)
                     follower.watch()
 
     @property
@@ -108,14 +121,14 @@ class Handle:
             hook.remove()
         self.manager.close()
 
-    def _learnt(self, kind_of: type[nn.Module], kind: LayerKind) -> None:
-        """A class of layers is known: its layers do from now on what the Policy says."""
+    def _learnt(self, kind_of: Structure, kind: LayerKind) -> None:
+        """Layers of one structure are known: its layers do from now on what the Policy says."""
         self.kinds[kind_of] = kind
         complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
-        # A class that has not run yet counts as many operators as this one; there is nothing better to go by.
+        # A structure that has not run yet counts as many operators as this one; there is nothing better to go by.
         catalogue = Catalogue(tuple(catalogues.get(one.kind_of, kind.catalogue) for one in self.followers))
-        resolution = resolve(self.policy, catalogue, require_match=complete)
+        resolution = resolve(self.policy, catalogue, require_match=complete and not self.partial)
         if complete:
             self.resolution = resolution
         offset = 0
@@ -132,7 +145,7 @@ class Handle:
             due = frozenset(number - span.count for number in due | follower.due if number > span.count)
 
     def _watch_after(self, frozen: _Follower) -> None:
-        """A layer whose parameters and input need no gradients saves nothing: learn its class from the next one."""
+        """A layer whose parameters and input need no gradients saves nothing: learn it from the next one alike."""
         if frozen.kind_of in self.kinds:
             frozen.install()
             return
@@ -146,8 +159,8 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
-        self.kind_of = type(self.layer)
-        """Its class when the Policy was applied: ``fully_shard`` gives a layer another one."""
+        self.kind_of: Structure = tuple((name, type(module)) for name, module in self.layer.named_modules())
+        """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
         self.wrappers = Wrappers()
@@ -276,7 +289,7 @@ class _Follower:
         if self.kind_of not in self.handle.kinds:
             self.handle._learnt(self.kind_of, kind)
             return
-        self.kind = kind  # it took another way than its class: from now on it has a kind of its own
+        self.kind = kind  # it took another way than those alike: from now on it has a kind of its own
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
         self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
         self.install()

@@ -15,18 +15,20 @@ PAGE = 4096
 class HostBuffer:
     """A piece of host memory, seen as the tensor it holds."""
 
-    __slots__ = ("available", "bytes", "memory", "size")
+    __slots__ = ("available", "bytes", "dtype", "memory", "shape", "size")
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = self.memory = memory
+        self.shape, self.dtype = memory.shape, memory.dtype
         self.size = memory.numel()
         self.available: torch.Event | None = None
         """The copy that used this buffer last; whoever writes to it next waits for that first."""
 
     def shape_as(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """See the buffer's first bytes as a contiguous tensor."""
-        if self.memory.shape != shape or self.memory.dtype is not dtype:
+        if self.shape != shape or self.dtype is not dtype:
             self.memory = self.bytes[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            self.shape, self.dtype = shape, dtype
         return self.memory
 
 
@@ -48,7 +50,7 @@ class HostPool:
         with self.lock:
             if stash:
                 buffer = stash.pop()
-                if buffer.memory.shape == shape and buffer.memory.dtype is dtype:
+                if buffer.shape == shape and buffer.dtype is dtype:
                     return buffer
                 if buffer.size >= size:
                     buffer.shape_as(shape, dtype)

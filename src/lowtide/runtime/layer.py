@@ -10,20 +10,41 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import DisableTorchFunction, current_backward, finish_collective, storage_key, without_graph
+from lowtide._torch_private import (
+    DisableTorchFunction,
+    current_backward,
+    finish_collective,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    storage_key,
+    under_compilation,
+    without_graph,
+)
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import Kept
+from lowtide.operators.kept import kept_apart
+from lowtide.operators.nodes import read_node
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import intercept
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram
-from lowtide.runtime.rebuild import CapturedCall, Cast, Inside, Produced, RandomState, Reference, Registry
+from lowtide.runtime.rebuild import (
+    CapturedCall,
+    Cast,
+    Inside,
+    Produced,
+    RandomState,
+    Reference,
+    Registry,
+    Repeated,
+    SeenAs,
+)
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
+from lowtide.runtime.view import View
 
 __all__ = ["DecidedLayer", "Run", "Span", "pass_by", "swap_input", "timed_again"]
 
@@ -133,51 +154,68 @@ class DecidedLayer:
         self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span, check: LayerCheck | None = None
     ) -> None:
         self.program, self.manager, self.span, self.check = program, manager, span, check
-        self.run: _Recomputing | None = None
+        self.run: _Capturing | None = None
         self.changed: Callable[[], None] | None = None
         """Called when the layer took another way than its kind."""
         self.wrappers = Wrappers()
-        if program.recomputed:
+        if program.captured:
             intercept(layer, program.sites, lambda: self.run, self.wrappers)
-            self.wrappers.wrap(layer, self._recompute)
+            self.wrappers.wrap(layer, self._capture)
         else:
-            self.wrappers.wrap(layer, self._swap)
+            self.wrappers.wrap(layer, self._decide)
         if check is not None:
             check.tracker.attach()  # around ours, so that our hooks are the inner ones
 
-    def _swap(self, forward: Function) -> Function:
-        manager, program, span, check = self.manager, self.program, self.span, self.check
+    def _decide(self, forward: Function) -> Function:
+        program, manager, span, check = self.program, self.manager, self.span, self.check
+        schedule, layer, count = manager.schedule, program.layer, len(program.actions)
+        offset, operators, last = span.offset, span.count, span.last
 
-        def swapping(*args: Any, **kwargs: Any) -> Any:
-            refuse_compilation(program.layer)
+        # Every layer in every step goes through this, and pays for each function that it calls.
+        def decided(*args: Any, **kwargs: Any) -> Any:
+            if under_compilation():
+                refuse_compilation(layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            first = span.enter()
+            first = schedule.base + offset
+            if first < schedule.now:
+                first = schedule.enter(offset)
             run = Run(program, manager, first)
-            with saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack):
+            push_saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack)
+            try:
                 output = forward(*args, **kwargs)
-            self._leave(run, first, output)
+            finally:
+                pop_saved_tensors_hooks()
+                run.departures = run.repeated = None
+            if schedule.next > first + operators and not (last and schedule.returning):
+                schedule.now = first + operators
+            else:
+                span.leave(first, output)
+            if run.number != count or run.changed:
+                self._took_another_way(run)
             return output
 
-        return swapping
+        return decided
 
-    def _recompute(self, forward: Function) -> Function:
-        def recomputing(*args: Any, **kwargs: Any) -> Any:
+    def _capture(self, forward: Function) -> Function:
+        def capturing(*args: Any, **kwargs: Any) -> Any:
             refuse_compilation(self.program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = self.span.enter()
-            run = self.run = _Recomputing(self.program, self.manager, first)
+            run = self.run = _Capturing(self.program, self.manager, first)
             try:
                 with saved_tensors_hooks(run.pack if self.check is None else self.check.packing(run), unpack):
                     output = forward(*args, **kwargs)
             finally:
                 self.run = None
                 run.end()
-            self._leave(run, first, output)
+            self.span.leave(first, output)
+            if run.number != len(self.program.actions) or run.changed:
+                self._took_another_way(run)
             return output
 
-        return recomputing
+        return capturing
 
     def remove(self) -> None:
         """Leave the layer as it was."""
@@ -185,24 +223,23 @@ class DecidedLayer:
             self.check.tracker.detach()
         self.wrappers.remove()
 
-    def _leave(self, run: Run, first: int, output: Any) -> None:
-        self.span.leave(first, output)
-        run.departures = None
-        another = 0 < run.number != len(self.program.actions)  # a frozen layer saves nothing, and did not change
-        if (run.changed or another) and self.changed is not None:
+    def _took_another_way(self, run: Run) -> None:
+        # A frozen layer saves nothing, and did not change.
+        if (run.number or run.changed) and self.changed is not None:
             self.changed()
 
 
 class Run:
     """One run of a layer. It lives as long as the graph, which holds its ``pack``."""
 
-    __slots__ = ("actions", "changed", "departures", "first", "manager", "number")
+    changed = False
+    departures: Departures | None = None
+    repeated: dict[Any, Repeated] | None = None
+    """By their nodes, the values that are saved more than once; only while the layer runs, since nodes hold this."""
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         self.actions, self.manager, self.first = program.actions, manager, first
         self.number = 0
-        self.changed = False
-        self.departures: Departures | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """What autograd saves in place of ``tensor``."""
@@ -214,29 +251,34 @@ class Run:
             return without_graph(tensor)
         if action is None:
             return tensor
-        return without_graph(tensor) if action.detached else self.act(tensor, action)
+        return self.act(tensor, action) if isinstance(action, Action) else action(tensor)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         """Do what was decided."""
+        if action.plain and tensor.is_cpu:
+            copied = copy_on_host(tensor, action.line)
+            if copied is not None:
+                return copied
         decision = action.decision
-        saved: Tensor | Saved = tensor
-        position = self.first + action.position
-        if type(decision) is not Keep:
-            if tensor.dtype is not action.dtype or tensor.dim() != action.rank:
-                self.change()
-            elif type(decision) is Swap:
-                if action.plain and tensor.is_cpu:
-                    copied = copy_on_host(tensor, action.line)
-                    if copied is not None:
-                        return copied
-                saved = self._swapped(tensor, action, decision, position)
+        saved: Tensor | Saved | None = None
+        if type(decision) is Keep:
+            pass
+        elif tensor.dtype is not action.dtype or tensor.dim() != action.rank:
+            self.change()
+        elif action.by_node:
+            saved = self._repeated(tensor, action)
+            if saved is not None and not action.reached:
+                return saved
+        elif type(decision) is Swap:
+            saved = self._swapped(tensor, action, decision)
+        else:
+            saved = self.rebuilt(tensor, action)
+        if saved is None or saved is tensor:
+            if action.checked:
+                saved = kept_apart(tensor)
             else:
-                saved = self.rebuilt(tensor, action) or tensor
-        if saved is tensor and action.checked:
-            saved = Kept(tensor)
-        elif saved is tensor and (action.output or self.changed):
-            saved = without_graph(tensor)
-        schedule = self.manager.schedule
+                saved = without_graph(tensor) if action.output or self.changed else tensor
+        schedule, position = self.manager.schedule, self.first + action.position
         if schedule.next <= position:
             due = schedule.reach(position)
             if due:
@@ -252,14 +294,34 @@ class Run:
         """How to rebuild ``tensor``; None if that is not known for certain."""
         return None
 
-    def _swapped(self, tensor: Tensor, action: Action, swap: Swap, position: int) -> Tensor | Saved:
+    def _repeated(self, tensor: Tensor, action: Action) -> Saved | None:
+        base = tensor._base
+        whole = tensor if base is None else base
+        repeated = self.repeated.get(whole.grad_fn) if action.shared and self.repeated else None
+        if repeated is not None:
+            repeated.pending += 1
+        else:
+            call = read_node(whole, unpack)
+            if call is None:
+                self.change()
+                return None
+            repeated = Repeated(call, action.line, self.manager.ledger)
+            if action.shared:
+                self.repeated = self.repeated or {}
+                self.repeated[whole.grad_fn] = repeated
+        if base is None:
+            return repeated
+        with DisableTorchFunction():
+            return SeenAs(repeated, View.by(tensor))
+
+    def _swapped(self, tensor: Tensor, action: Action, swap: Swap) -> Tensor | Saved:
         if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
             self.change()  # parameters never move
             return tensor
         departures = self.departures
         if departures is None:
             departures = self.departures = Departures(self.manager)
-        due = position + swap.prefetch
+        due = self.first + action.position + swap.prefetch
         saved = departures.out(tensor, swap, action.line, due, alone=action.alone)
         if action.last:
             for swapped in departures.latest:
@@ -267,10 +329,8 @@ class Run:
         return saved
 
 
-class _Recomputing(Run):
+class _Capturing(Run):
     """One run of a layer in which calls are captured. ``end`` empties it."""
-
-    __slots__ = ("begun", "given", "name", "open", "program", "registry", "turns")
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         super().__init__(program, manager, first)
@@ -288,6 +348,7 @@ class _Recomputing(Run):
         if self.departures is not None:
             self.registry.send_away(self.departures.find)
         self.registry, self.turns, self.given = Registry(), {}, []
+        self.departures = self.repeated = None
 
     def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
@@ -315,7 +376,7 @@ class _Recomputing(Run):
         if kwargs or len(given) < len(args):
             given = tensors_of((args, kwargs))
         self.given = given
-        line = program.recomputed.get(name)
+        line = program.captured.get(name)
         # What only casts belongs to what it was given, so it is rebuilt if that is.
         if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
             line = self.manager.ledger.line(program.layer, name)

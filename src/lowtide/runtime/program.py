@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-from lowtide._torch_private import is_collective
+from lowtide._torch_private import is_collective, without_graph
 from lowtide.operators.calls import Site
+from lowtide.operators.kept import Kept, kept_apart
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.observe import Pack
 from lowtide.policy import Decision, Keep, Recompute, Swap
@@ -22,7 +26,8 @@ WHOLE = "the whole layer"
 """What the receipt calls a layer that is recomputed as a whole."""
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Action:
     """What becomes of one saved tensor."""
 
     decision: Decision
@@ -36,7 +41,14 @@ class Action(NamedTuple):
     alone: bool
     """Whether nothing else will ask for its storage: no other saved tensor, no call to be repeated."""
     plain: bool
-    """Whether it is swapped to host memory, alone and with nothing due: on the host itself, one copy does it all."""
+    """Whether it is swapped to host memory, alone, all of its storage and with nothing due: on the host itself, one
+    copy does it all."""
+    by_node: bool
+    """Whether it is rebuilt from what its node saved."""
+    reached: bool
+    """Whether something is due at its operator."""
+    shared: bool
+    """Whether its storage is saved more than once."""
     cast: bool
     """Whether it is a cast of the owner's value."""
     output: bool
@@ -44,12 +56,14 @@ class Action(NamedTuple):
     checked: bool
     """Whether it may be written to after it is saved, and so is compared when it is used: torch does that by itself
     only where no hooks are."""
-    detached: bool
-    """Whether to hold it apart from that node is all there is to do."""
     dtype: torch.dtype
     rank: int
     line: Line
     """Where it is counted."""
+
+
+Keeping: TypeAlias = Callable[[Tensor], "Tensor | Kept"]
+"""How a tensor is kept where nothing else is to be done: apart from the node that made it, or compared when used."""
 
 
 class LayerProgram(NamedTuple):
@@ -57,10 +71,11 @@ class LayerProgram(NamedTuple):
 
     layer: int
     """The layer's place in the model."""
-    actions: tuple[Action | None, ...]
-    """One for each tensor that is saved, in order; None keeps it."""
-    recomputed: Mapping[str, Line]
-    """The operators whose calls are captured and repeated, and where that is counted."""
+    actions: tuple[Action | Keeping | None, ...]
+    """One for each tensor that is saved, in order; None keeps it, and a function says how to."""
+    captured: Mapping[str, Line]
+    """The operators whose calls are captured and repeated, and where that is counted. Those that are recomputed from
+    their nodes are not among them."""
     refused: tuple[str, ...]
     """The operators that were to be recomputed and are kept, since their call cannot be repeated."""
     sites: Mapping[str, tuple[Site, ...]]
@@ -78,7 +93,7 @@ class LayerProgram(NamedTuple):
     @property
     def idle(self) -> bool:
         """Whether the layer keeps everything."""
-        return all(action is None or isinstance(action.decision, Keep) for action in self.actions)
+        return all(not isinstance(action, Action) or isinstance(action.decision, Keep) for action in self.actions)
 
 
 def compile_layer(
@@ -93,6 +108,8 @@ def compile_layer(
     facts = {operator.name: operator for operator in kind.operators}
     asked = [name for name, decision in decisions.items() if isinstance(decision, Recompute)]
     recomputed = frozenset(name for name in asked if facts[name].repeatable)
+    by_node = _by_node(kind, recomputed)
+    captured = recomputed - by_node
     positions = _positions(kind)
     first = {pack.storage: number for number, pack in reversed(list(enumerate(kind.packs)))}
     last = {pack.storage: number for number, pack in enumerate(kind.packs)}
@@ -111,7 +128,7 @@ def compile_layer(
         if isinstance(decision, Swap):
             due.add(position + decision.prefetch)
     waiting = sorted(due)
-    actions: list[Action | None] = []
+    actions: list[Action | Keeping | None] = []
     for number, (position, pack) in enumerate(zip(positions, kind.packs, strict=True)):
         decision = decide(pack)
         reached = bool(waiting) and waiting[0] <= position
@@ -119,30 +136,51 @@ def compile_layer(
             waiting.pop(0)
         # Inside the layer nobody wrote to the others when it was learnt, and outside it nobody else has them.
         checked = pack.rewritten or pack.source in ("boundary", "root")
-        if isinstance(decision, Keep) and not reached and not pack.output and not checked:
-            actions.append(None)
+        if isinstance(decision, Keep) and not reached:
+            keeping: Keeping | None = without_graph if pack.output else None
+            if checked:
+                keeping = kept_apart if pack.output else Kept
+            actions.append(keeping)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
         final = last[pack.storage] == number
-        alone = final and first[pack.storage] == number and not recomputed
-        plain = alone and not reached and isinstance(decision, Swap) and decision.tier == "host"
-        line = ledger.line(index, owner)
-        detached, rank = isinstance(decision, Keep) and not reached and not checked, len(pack.shape)
-        cast, output, dtype = pack.cast, pack.output, pack.dtype
+        shared = not final or first[pack.storage] != number
+        alone = not shared and not captured
         actions.append(
-            Action(decision, position, owner, final, alone, plain, cast, output, checked, detached, dtype, rank, line)
+            Action(
+                decision,
+                position,
+                owner,
+                last=final,
+                alone=alone,
+                plain=alone and not reached and isinstance(decision, Swap) and decision.tier == "host" and _dense(pack),
+                by_node=isinstance(decision, Recompute) and owner in by_node,
+                reached=reached,
+                shared=shared,
+                cast=pack.cast,
+                output=pack.output,
+                checked=checked,
+                dtype=pack.dtype,
+                rank=len(pack.shape),
+                line=ledger.line(index, owner),
+            )
         )
     return LayerProgram(
         index,
         tuple(actions),
-        {name: ledger.line(index, name) for name in recomputed},
+        {name: ledger.line(index, name) for name in captured},
         tuple(name for name in asked if not facts[name].repeatable and facts[name].owned),
-        _sites(kind, recomputed),
+        _sites(kind, captured),
         frozenset(facts),
         frozenset(name for name, operator in facts.items() if operator.random),
         frozenset(call.name for call in kind.calls if is_collective(call.site.function)),
         frozenset(due),
     )
+
+
+def _dense(pack: Pack) -> bool:
+    """Whether the tensor is all of its storage."""
+    return prod(pack.shape) * pack.dtype.itemsize == pack.storage_bytes
 
 
 def _positions(kind: LayerKind) -> list[int]:
@@ -154,13 +192,31 @@ def _positions(kind: LayerKind) -> list[int]:
     return positions
 
 
-def _sites(kind: LayerKind, recomputed: frozenset[str]) -> dict[str, tuple[Site, ...]]:
-    if not recomputed:
+def _by_node(kind: LayerKind, recomputed: frozenset[str]) -> frozenset[str]:
+    """The recomputed operators of which everything that is saved can be had from the nodes that made it.
+
+    Not those that a captured call reads: what it holds of its arguments is known by their calls.
+    """
+    found: dict[str, bool] = {}
+    for pack in kind.packs:
+        if pack.source == "operator" and pack.owner in recomputed and pack.movable:
+            found[pack.owner] = found.get(pack.owner, True) and pack.by_node and not pack.cast
+    names, before = {name for name, every in found.items() if every}, -1
+    while len(names) != before:
+        before = len(names)
+        for call in kind.calls:
+            if call.name in recomputed and call.name not in names:
+                names.difference_update(call.reads)
+    return frozenset(names)
+
+
+def _sites(kind: LayerKind, captured: frozenset[str]) -> dict[str, tuple[Site, ...]]:
+    if not captured:
         return {}
-    casting = {pack.operator for pack in kind.packs if pack.cast and pack.owner in recomputed}
+    casting = {pack.operator for pack in kind.packs if pack.cast and pack.owner in captured}
     sites: dict[str, tuple[Site, ...]] = {}
     for call in kind.calls:
-        follows = not call.writes and any(read in recomputed for read in call.reads)
-        if call.name in recomputed or call.name in casting or follows:
+        follows = not call.writes and any(read in captured for read in call.reads)
+        if call.name in captured or call.name in casting or follows:
             sites[call.name] = (*sites.get(call.name, ()), call.site)
     return sites

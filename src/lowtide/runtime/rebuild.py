@@ -7,7 +7,9 @@ replaced by a reference:
 
 - ``Produced``: an output of a captured call, or a view of one;
 - ``Inside``: a tensor the call itself saved on its way, by its place among all that it saved;
-- ``Cast``: a cast of an output to another dtype, as autocast makes them.
+- ``Cast``: a cast of an output to another dtype, as autocast makes them;
+- ``Repeated``: what a call gave whose node in the graph has saved all that the call was given. There is nothing to
+  capture then, and nobody listens to such a call: see :mod:`lowtide.operators.nodes`.
 
 When backward asks for one, the call is repeated from its arguments and everything asked for comes out of that one
 repetition. An argument that another captured call produced is itself a reference, so a chain is rebuilt from its
@@ -16,7 +18,8 @@ start, each call once. A call forgets its results when nothing outstanding needs
 Values are never guessed: arguments and random state are those of this very call. That a tensor *is* an output of a
 call is known by identity: it is the very object the call returned, or a view of it, unchanged since. What a call saved
 on its way is known by its place among all that this call saved. Only a cast is recognised, among the arguments of the
-call that saves it, where the layer's learnt list says that a cast is what is saved there.
+call that saves it, where the layer's learnt list says that a cast is what is saved there. A node is its tensor's own:
+autograd gives a tensor that is written to another node, or counts the write.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -36,18 +40,20 @@ from lowtide._torch_private import (
     autocast_contexts,
     autocast_state,
     finish_collective,
+    is_any_autocast_enabled,
     set_grad_enabled,
     storage_key,
     version_of,
 )
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
+from lowtide.operators.nodes import NodeCall
 from lowtide.operators.wrappers import Function
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
 
-__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry"]
+__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry", "Repeated", "SeenAs"]
 
 
 class Produced(NamedTuple):
@@ -94,7 +100,83 @@ class Cast(NamedTuple):
         return tensor
 
 
-Reference: TypeAlias = Produced | Inside | Cast
+class Repeated:
+    """What a call gave whose node has saved all that the call was given."""
+
+    __slots__ = ("call", "ledger", "line", "pending", "result")
+
+    def __init__(self, call: NodeCall, line: Line, ledger: Ledger) -> None:
+        self.call, self.line, self.ledger = call, line, ledger
+        self.pending = 1
+        self.result: Tensor | None = None
+        for operand in call[1]:
+            if type(operand) is not Tensor:
+                _want(operand)
+
+    def tensor(self) -> Tensor:
+        result = self.result
+        self.pending -= 1
+        if result is None:
+            result = self._repeat()
+            if self.pending > 0:
+                self.result = result
+        elif self.pending <= 0:
+            self.result = None
+        return result
+
+    def _repeat(self) -> Tensor:
+        function, operands, options = self.call
+        given = []
+        for operand in operands:
+            if type(operand) is not Tensor:
+                operand = operand.tensor()
+            elif operand._version:  # it was at none when the call was read
+                raise RebuildError(
+                    f"{self.line.operator} of layer {self.line.layer} cannot be recomputed: one of its inputs was"
+                    " changed in place after it ran; keep this operator"
+                )
+            given.append(operand)
+        line = self.line
+        line.recomputes += 1
+        if operand.is_cpu and not is_any_autocast_enabled():
+            begin = perf_counter()
+            result = function(*given, **options)
+            line.recompute_seconds += perf_counter() - begin
+        else:
+            began = self.ledger.begin(operand.device)
+            with ExitStack() as stack:
+                for context in autocast_contexts(()):  # the node stands below autocast: its operands are cast already
+                    stack.enter_context(context)
+                result = function(*given, **options)
+            self.ledger.end(line, operand.device, began)
+        return result.detach() if result.requires_grad else result  # with gradients of gradients only
+
+
+def _want(saved: Any) -> None:
+    """One more will ask for what autograd holds in place of a tensor."""
+    if type(saved) is Repeated:
+        saved.pending += 1
+    elif isinstance(saved, Produced):
+        saved.call.want_output(saved.output)
+    elif isinstance(saved, Inside):
+        saved.call.want_inside(saved.place)
+    elif isinstance(saved, Cast | SeenAs):
+        _want(saved.source)
+    elif hasattr(saved, "saved"):  # something that stands around it
+        _want(saved.saved)
+
+
+class SeenAs(NamedTuple):
+    """A view of what is repeated."""
+
+    source: Repeated
+    view: View
+
+    def tensor(self) -> Tensor:
+        return self.view.of(self.source.tensor())
+
+
+Reference: TypeAlias = Produced | Inside | Cast | Repeated | SeenAs
 
 
 class _Held:

@@ -189,20 +189,25 @@ class _Copied:
 
 
 def copy_on_host(tensor: Tensor, line: Line) -> _Copied | None:
-    """Copy a tensor of the host's own, if the operator's last buffer fits it just so; this path has to be short."""
-    stash = line.stash
-    if not stash or not tensor.is_contiguous():
-        return None
+    """Copy a tensor of the host's own that is all of its storage, if the operator's last buffer fits it just so.
+
+    This path has to be short.
+    """
     try:
-        buffer = stash.pop()
-    except IndexError:  # a thread of the disk has just made room
+        buffer = line.stash.pop()
+    except IndexError:
+        return None
+    if (
+        buffer.shape != tensor.shape
+        or buffer.dtype is not tensor.dtype
+        or not tensor.is_contiguous()
+        or type(tensor) is not Tensor
+    ):
+        line.stash.append(buffer)
         return None
     memory = buffer.memory
-    size = memory.nbytes
-    if memory.shape != tensor.shape or memory.dtype is not tensor.dtype or tensor.untyped_storage().nbytes() != size:
-        stash.append(buffer)
-        return None
     memory.copy_(tensor)
+    size = memory.nbytes
     line.swaps += 1
     line.moved_bytes += size
     line.freed_bytes += size

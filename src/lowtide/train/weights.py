@@ -33,8 +33,8 @@ def load_weights(
     """Load the weights of a model, or of this rank's parts of it, in place and in any layout.
 
     ``path`` is a directory of ``.safetensors`` files, one of our checkpoints, or a directory of our checkpoints, of
-    which the newest is taken. ``rename`` gives for a name of the model the name in the files. With a process group all
-    ranks call this together.
+    which the newest is taken. ``rename`` gives for a name of the model the name in ``.safetensors`` files. With a
+    process group all ranks call this together.
 
     Raises:
         CheckpointError: a weight is missing, or there are weights that the model does not have, or ``path`` is neither.
@@ -59,7 +59,7 @@ def _load(ranks: Agreement, parts: Sequence[nn.Module], path: Path, rename: Call
         reader = _reader_of(ranks, directory, ours)
         prefix = MODEL if ours else ""
         stored = {name: one for name, one in stored_in(reader.read_metadata()).items() if name.startswith(prefix)}
-        wanted = {prefix + rename(name): tensor for name, tensor in model_tensors(parts).items()}
+        wanted = {prefix + (name if ours else rename(name)): tensor for name, tensor in model_tensors(parts).items()}
         missing = _tied(wanted, stored)
         if problems := problems_between({name: one for name, one in wanted.items() if name not in missing}, stored):
             raise CheckpointError(f"the weights in {directory} do not fit the model: " + "; ".join(problems))

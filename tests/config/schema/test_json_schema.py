@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
 from lowtide.config.document import parse_document
 from lowtide.config.problem import Problems
 from lowtide.config.schema import json_schema, read_sections
@@ -18,40 +19,6 @@ from lowtide.config.schema.field import known_names
 from lowtide.config.schema.top_level import TopLevel
 from schema_reading import ALL_SECTIONS
 
-# The examples of the MindSpore Transformers guide.
-SWAP_CASE = """
-context:
-  memory_optimize_level: "O0"
-model:
-  model_config:
-    num_layers: 4
-recompute_config:
-  recompute: False
-  select_recompute:
-    'feed_forward': [0,3]
-  select_comm_recompute: False
-swap_config:
-  swap: True
-  op_swap:
-    - op_name: 'attention'
-      backward_prefetch: 20
-      layers: [0,1,2]
-    - op_name: 'feed_forward'
-      backward_prefetch: 15
-      layers: [1,2]
-"""
-RECOMPUTE_CASE = r"""
-recompute_config:
-  recompute: [[2,1,0,0,0],[1,0,0,0,0]]
-  select_recompute:
-    'feed_forward\.w1\.activation\.silu': True
-    'feed_forward\.w1\.matmul': [[1,0,0,0,0],[2,1,0,0,0]]
-    'feed_forward\.w3\.matmul': [2,1,0,0,0]
-  select_comm_recompute: ['ffn_norm\.norm','attention_norm\.norm']
-  parallel_optimizer_comm_recompute: True
-  mp_comm_recompute: True
-  recompute_slice_activation: True
-"""
 TRAINING_CASE = """
 runner_config:
   gradient_accumulation_steps: 4
@@ -80,7 +47,7 @@ model: {num_hidden_layers: 8, hidden_size: 64}
 recompute: {mode: full, full_recompute_layer: ["0-3", 5]}
 swap: {enable: true, layer_swap: [{backward_prefetch: 1, layers: ["6"], tier: disk}]}
 """
-CASES = [SWAP_CASE, RECOMPUTE_CASE, TRAINING_CASE, NEWER_CASE]
+CASES = [DEEPSEEK, FORTY_EIGHT_LAYERS, *(case.text for case in SWAP_CASES.values()), TRAINING_CASE, NEWER_CASE]
 
 
 @cache

@@ -59,7 +59,8 @@ KEYS = {
     "optimizer": """type betas eps weight_decay learning_rate swap momentum nesterov matched_adamw_rms ns_coefficients
         qk_clip_threshold""",
     "lr_schedule": """type learning_rate lr_end warmup_ratio warmup_steps warmup_epochs warmup_lr_init total_steps
-        decay_steps decay_ratio num_cycles""",
+        decay_steps decay_ratio num_cycles lr_end1 lr_end2 keep_steps final_steps decay_start_steps
+        decay_start_ratio power base_lr eta_min t_max t_0 t_mult""",
     "grouped_lr_schedule": "default grouped",
     "train_dataset": """data_loader dataloader input_columns drop_remainder shuffle seed num_parallel_workers
         prefetch_size python_multiprocessing numa_enable construct_args_key use_broadcast_data""",

@@ -8,8 +8,9 @@ from lowtide.config.schema.field import Count, Free, Index, ListOf, NoEffect, Re
 
 __all__ = ["BlendConfig", "DataLoader", "Processor", "TrainDataset", "TrainDatasetTask"]
 
-LOADERS = ("BlendedMegatronDatasetDataLoader", "HFDataLoader")
+LOADERS = ("BlendedMegatronDatasetDataLoader", "HFDataLoader", "TextDataLoader", "SyntheticDataLoader")
 MASKS = "masks are made by the attention kernel"
+WHOLE = "attention and positions run over the whole sample"
 
 
 class BlendConfig(Section):
@@ -29,15 +30,15 @@ class BlendConfig(Section):
     """The token that fills a sample; default: unset."""
     eod_mask_loss: bool = False
     """Whether the token between documents is left out of the loss; default false."""
-    reset_position_ids: bool = False
+    reset_position_ids: Annotated[bool, NoEffect(WHOLE, harmless=(False,))] = False
     """Whether positions start again with each document; default false."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: Annotated[bool, NoEffect(WHOLE, harmless=(False,))] = False
     """Whether attention stops at a document's end; default false."""
     create_attention_mask: Annotated[bool, NoEffect(MASKS, harmless=(False,))] = False
     """Whether the whole mask is made with each sample; default false."""
-    create_compressed_eod_mask: bool = False
+    create_compressed_eod_mask: Annotated[bool, NoEffect(WHOLE, harmless=(False,))] = False
     """Whether documents' ends are given as lengths instead of a mask; default false."""
-    eod_pad_length: Count = 128
+    eod_pad_length: Annotated[Count, NoEffect(WHOLE, harmless=(128,))] = 128
     """Documents of a sample at most, with the compressed form; default 128."""
 
 
@@ -48,11 +49,12 @@ class DataLoader(Section):
         str,
         Refused(
             "this data loader is not supported",
-            "use BlendedMegatronDatasetDataLoader for .bin and .idx files, or HFDataLoader",
+            "use BlendedMegatronDatasetDataLoader for .bin and .idx files, TextDataLoader for text, HFDataLoader, or "
+            "SyntheticDataLoader",
             when=lambda value: value not in LOADERS,
         ),
     ] = "BlendedMegatronDatasetDataLoader"
-    """BlendedMegatronDatasetDataLoader or HFDataLoader; default the first."""
+    """BlendedMegatronDatasetDataLoader, HFDataLoader, TextDataLoader or SyntheticDataLoader; default the first."""
     config: BlendConfig = Field(default_factory=BlendConfig.model_construct)
     """Megatron data files and how samples are cut from them."""
     sizes: ListOf[int] | None = None
@@ -60,7 +62,11 @@ class DataLoader(Section):
     load_func: str = "load_dataset"
     """The function of Hugging Face datasets that loads; default load_dataset."""
     path: str | None = None
-    """The name or directory of a Hugging Face data set; default: none."""
+    """A Hugging Face data set, or a text file, JSON lines, or a directory of them; default: none."""
+    tokenizer: str | None = None
+    """How text becomes tokens: a tokenizer.json, a model's directory, or bytes; default: `processor`'s, or bytes."""
+    vocab_size: Count | None = None
+    """Tokens of synthetic samples are below this; default: the model's vocabulary."""
     split: str | None = None
     """Which part of a Hugging Face data set; default train."""
     data_files: str | ListOf[str] | Free | None = None
@@ -91,7 +97,7 @@ class TrainDataset(Section):
     num_parallel_workers: Index | None = None
     """Processes that read ahead; default 0, in the training process."""
     prefetch_size: Count | None = None
-    """Batches read ahead; default: torch's."""
+    """Micro batches read ahead, of each worker if there are any; default: those of the next step, or torch's 2."""
     batch_size: Count | None = None
     """Samples of a batch; default: the run's."""
     repeat: Count = 1

@@ -73,8 +73,16 @@ class LrSchedule(Section):
     """The rate at the end of the warm-up; default: the optimizer's."""
     base_lr: NotNegative | None = None
     """The first rate of CosineAnnealingLR; default: `learning_rate`."""
-    lr_end: NotNegative = 0.0
-    """The rate at the end; default 0."""
+    lr_end: NotNegative | None = None
+    """The rate at the end; default 0, or 1e-7 with PolynomialWithWarmUpLR and WarmUpStableDecayLR."""
+    lr_end1: NotNegative = 0.0
+    """The rate after the decay of ConstantWithCoolDownLR; default 0."""
+    lr_end2: NotNegative | None = None
+    """The last rate of ConstantWithCoolDownLR; default: `lr_end1`."""
+    keep_steps: Index = 0
+    """Steps at the full rate after the warm-up of ConstantWithCoolDownLR; default 0."""
+    final_steps: Index = 0
+    """Steps at `lr_end1` of ConstantWithCoolDownLR; default 0."""
     eta_min: NotNegative = 0.0
     """The lowest rate of CosineAnnealingLR; default 0."""
     warmup_steps: Index | None = None

@@ -1,0 +1,228 @@
+"""Train the same model on one process and in every layout, by ``lowtide train``, and compare the losses and norms.
+
+    python benchmarks/layouts.py --json
+
+Each run is the real command in processes of its own over gloo, in single precision, with the same samples in each
+step; the metrics it writes are compared with those of the run on one process. The last line of the table compares
+gradients accumulated over micro steps with one large batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+SAMPLES, STEPS, QUICK_STEPS = 8, 20, 5
+
+LLAMA = """
+seed: 7
+output_dir: ./output
+use_legacy: true
+model:
+  model_config:
+    vocab_size: 128
+    hidden_size: 32
+    num_layers: 4
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    intermediate_size: 64
+    seq_length: 32
+    params_dtype: float32
+    compute_dtype: float32
+"""
+DEEPSEEK = """
+seed: 7
+output_dir: ./output
+use_legacy: false
+model:
+  model_config:
+    model_type: deepseek_v3
+    vocab_size: 128
+    hidden_size: 32
+    num_layers: 4
+    num_attention_heads: 4
+    q_lora_rank: 16
+    kv_lora_rank: 16
+    qk_nope_head_dim: 8
+    qk_rope_head_dim: 4
+    v_head_dim: 8
+    intermediate_size: 64
+    moe_intermediate_size: 16
+    n_routed_experts: 8
+    num_experts_per_tok: 2
+    n_shared_experts: 1
+    first_k_dense_replace: 1
+    n_group: 2
+    topk_group: 1
+    scoring_func: sigmoid
+    norm_topk_prob: true
+    routed_scaling_factor: 2.5
+    moe_aux_loss_coeff: 0.001
+    moe_router_load_balancing_type: seq_aux_loss
+    moe_router_enable_expert_bias: true
+    moe_router_bias_update_rate: 0.001
+    seq_length: 32
+    params_dtype: float32
+    compute_dtype: float32
+"""
+SHARED = """
+runner_config:
+  epochs: 1
+runner_wrapper:
+  use_clip_grad: true
+  max_grad_norm: 1.0
+optimizer:
+  type: AdamW
+  betas: [0.9, 0.95]
+  eps: 1.0e-8
+  weight_decay: 0.1
+lr_schedule:
+  type: CosineWithWarmUpLR
+  learning_rate: 1.0e-3
+  warmup_steps: 4
+train_dataset:
+  data_loader:
+    type: SyntheticDataLoader
+    sizes: [160, 0, 0]
+  shuffle: true
+"""
+MODELS = {"llama": LLAMA + SHARED, "deepseek": DEEPSEEK + SHARED}
+
+
+class Layout(NamedTuple):
+    """A layout: the degrees as a file writes them, and how many processes that makes."""
+
+    name: str
+    processes: int
+    settings: dict[str, Any]
+    only: str | None = None
+    """The one model it is for; None for all."""
+
+
+def data(ranks: int, micro_steps: int) -> dict[str, Any]:
+    """The settings that make eight samples a step."""
+    return {
+        "parallel_config.data_parallel": ranks,
+        "runner_config.batch_size": SAMPLES // ranks // micro_steps,
+        "runner_config.gradient_accumulation_steps": micro_steps,
+    }
+
+
+def pipeline(ranks: int = 1) -> dict[str, Any]:
+    """Two stages and four micro batches."""
+    return {
+        "parallel_config.data_parallel": ranks,
+        "parallel_config.pipeline_stage": 2,
+        "parallel_config.micro_batch_num": 4,
+        "runner_config.batch_size": SAMPLES // ranks // 4,
+    }
+
+
+SHARD = {"parallel.enable_parallel_optimizer": True}
+TENSOR = {"parallel_config.model_parallel": 2}
+ONE = Layout("one process", 1, data(1, 4))
+LAYOUTS = (
+    Layout("dp2", 2, data(2, 2)),
+    Layout("fsdp2", 2, {**data(2, 2), **SHARD}),
+    Layout("tp2", 2, {**data(1, 4), **TENSOR}),
+    Layout("tp2 + sequence", 2, {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}),
+    Layout("pp2", 2, pipeline()),
+    Layout("pp2 interleaved", 2, {**pipeline(), "model.model_config.pp_interleave_num": 2}),
+    Layout("tp2 x fsdp2", 4, {**data(2, 2), **SHARD, **TENSOR}),
+    Layout("pp2 x fsdp2", 4, {**pipeline(2), **SHARD}),
+    Layout("ep2", 2, {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
+)
+WHOLE = Layout("batch 8", 1, data(1, 1))
+
+
+class Curve(NamedTuple):
+    """The losses and norms of a run, step by step."""
+
+    losses: list[float]
+    norms: list[float]
+    seconds: float
+
+
+def train(model: str, layout: Layout, steps: int, directory: Path) -> Curve:
+    """Run the command and read the metrics it wrote."""
+    place = directory / model / layout.name.replace(" ", "_")
+    place.mkdir(parents=True)
+    file = place / "run.yaml"
+    file.write_text(MODELS[model])
+    settings = {**layout.settings, "runner_config.stop_step": steps, "output_dir": str(place / "output")}
+    given = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "-m", "lowtide", "train", str(file), "--nproc", str(layout.processes), *given]
+    begin = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=place)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    lines = [json.loads(line) for line in (place / "output" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1)), lines
+    return Curve(
+        [line["loss"] for line in lines], [line["global_norm"] for line in lines], time.perf_counter() - begin
+    )
+
+
+def difference(first: list[float], second: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, llama, four layouts")
+    parser.add_argument("--only", metavar="NAME", help="one layout, such as 'pp2 interleaved'")
+    arguments = parser.parse_args()
+    steps = QUICK_STEPS if arguments.quick else STEPS
+    console = Console(stderr=True, width=120)
+    table = Table("model", "layout", "processes", "first loss", "last loss", "loss differs by", "norm differs by", "s")
+    worst_loss = worst_norm = 0.0
+    accumulation = 0.0
+    names = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for model in ("llama",) if arguments.quick else MODELS:
+            alone = train(model, ONE, steps, Path(temporary))
+            table.add_row(model, ONE.name, "1", *_ends(alone), "", "", f"{alone.seconds:.0f}")
+            for layout in LAYOUTS[1:8:2] if arguments.quick else LAYOUTS:
+                if layout.only not in (None, model) or arguments.only not in (None, layout.name):
+                    continue
+                console.print(f"{model}, {layout.name}", style="dim")
+                curve = train(model, layout, steps, Path(temporary))
+                loss, norm = difference(curve.losses, alone.losses), difference(curve.norms, alone.norms)
+                worst_loss, worst_norm = max(worst_loss, loss), max(worst_norm, norm)
+                row = (f"{loss:.1e}", f"{norm:.1e}", f"{curve.seconds:.0f}")
+                table.add_row(model, layout.name, str(layout.processes), *_ends(curve), *row)
+                names.append(f"{model} {layout.name}")
+            whole = train(model, WHOLE, steps, Path(temporary))
+            found = difference(alone.losses, whole.losses)
+            accumulation = max(accumulation, found)
+            table.add_row(model, "4 x batch 2 against batch 8", "1", *_ends(whole), f"{found:.1e}", "", "")
+    console.print(table)
+    if arguments.json:
+        result = {
+            "layouts": names,
+            "steps": steps,
+            "worst_relative_loss": worst_loss,
+            "worst_relative_norm": worst_norm,
+            "accumulation_difference": accumulation,
+        }
+        print(json.dumps(result))
+    return 0 if worst_loss <= 1e-5 and worst_norm <= 1e-5 and accumulation <= 1e-6 else 1
+
+
+def _ends(curve: Curve) -> tuple[str, str]:
+    return f"{curve.losses[0]:.4f}", f"{curve.losses[-1]:.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""A causal language model, whole or the part of it that one pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import ModelError
+from lowtide.models.layer import DecoderLayer
+from lowtide.models.rotary import rotary_table
+from lowtide.models.shape import DecoderShape
+
+__all__ = ["Decoder"]
+
+
+class Decoder(nn.Module):
+    """Tokens in and logits out; a stage without embedding takes hidden states, one without head gives them.
+
+    Layers are kept by their number in the whole model, so that parameters have the same names in every layout.
+    """
+
+    rotary: Tensor
+
+    def __init__(
+        self, shape: DecoderShape, layers: Mapping[int, DecoderLayer], *, first: bool = True, last: bool = True
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
+        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if last else None
+        self.register_buffer("rotary", rotary_table(shape), persistent=False)
+        self.tie()
+
+    if TYPE_CHECKING:
+
+        def __call__(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor: ...
+
+    def forward(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``hidden`` is tokens ``[batch, sequence]`` on the first stage, hidden states on others.
+
+        ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on.
+        """
+        if self.embedding is not None:
+            if hidden.shape[1] > self.rotary.shape[1]:
+                raise ModelError(
+                    f"a sequence has {hidden.shape[1]} tokens and the model positions for {self.rotary.shape[1]}:"
+                    " raise seq_length or max_position_embeddings of the model"
+                )
+            hidden = self.embedding(hidden)
+        rotary = self.rotary if positions is None else self.rotary[:, positions]
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotary)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden if self.head is None else self.head(hidden)
+
+    def make_buffers(self) -> None:
+        """Fill what is computed from the shape; needed after ``to_empty``, which leaves it undefined."""
+        with torch.no_grad():
+            self.rotary.copy_(rotary_table(self.shape, torch.device("cpu")))
+        for module in self.modules():
+            make = getattr(module, "make_buffers", None)
+            if module is not self and make is not None:
+                make()
+
+    def tie(self) -> None:
+        """Let the head use the embedding's weights where the shape says so; needed again after ``to_empty``."""
+        if self.shape.tie_word_embeddings and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight

@@ -1,0 +1,62 @@
+"""What a node of autograd's graph tells of the call that made it: the function, and all that it was given.
+
+The node of a product has saved both factors, that of a SiLU its input. So what such a call gave can be had again from
+its node, though nobody listened to the call: the node is of this very call, and what is no tensor among the arguments
+stands in it as well. Most functions save less than they were given, and are not among these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lowtide._torch_private import GeluBackward, MulBackward, SiluBackward, node_arguments, silu
+from lowtide.operators.kept import Kept
+
+__all__ = ["NodeCall", "read_node"]
+
+NodeCall: TypeAlias = tuple[Callable[..., Tensor], list[Any], dict[str, Any]]
+"""A function, what autograd holds in place of each tensor that it was given, and what else it was given."""
+
+
+class _Form(NamedTuple):
+    """Where a class of nodes has what its function was given."""
+
+    function: Callable[..., Tensor]
+    saved: Callable[[Any], tuple[Any, ...]]
+    options: tuple[str, ...] = ()
+
+
+_FORMS = {
+    GeluBackward: _Form(torch.nn.functional.gelu, node_arguments("self"), ("approximate",)),
+    MulBackward: _Form(torch.mul, node_arguments("self", "other")),
+    SiluBackward: _Form(silu, node_arguments("self")),
+}
+_NO_OPTIONS: dict[str, Any] = {}
+
+
+def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | None:
+    """The call that made ``tensor``, if its node has saved, through ``unpack``, all that the call was given.
+
+    None as well if somebody wrote to the tensor or to what was given: then the call's value is another one.
+    """
+    node = tensor.grad_fn
+    form = _FORMS.get(type(node))
+    if form is None or tensor._version or type(tensor) is not Tensor:  # a call in place counts as a write
+        return None
+    saved = form.saved(node)
+    if saved[0].unpack_hook is not unpack:  # and the others are saved with the first, under the same hooks
+        return None
+    operands = [argument.data for argument in saved]
+    for operand in operands:
+        held = operand.kept if type(operand) is Kept else operand
+        if type(held) is Tensor:
+            if held._version:
+                return None
+        elif held is None or isinstance(held, Tensor):
+            return None
+    options = {name: getattr(node, f"_saved_{name}") for name in form.options} if form.options else _NO_OPTIONS
+    return form.function, operands, options

@@ -1,0 +1,144 @@
+"""One rank's share of a run, built: its parts of the model, divided and decided, and its optimizers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.config.schema import Settings
+from lowtide.errors import ConfigError
+from lowtide.models.build import build_model
+from lowtide.models.hugging_face import HuggingFaceDecoder, hugging_face_name
+from lowtide.models.initialise import initialise
+from lowtide.models.shape import DecoderShape, shape_of
+from lowtide.operators.layers import find_layers
+from lowtide.policy import Policy
+from lowtide.runtime.apply import Handle, apply
+from lowtide.train.mesh import Meshes
+from lowtide.train.parallel import divide_experts, divide_matrices, share_data
+from lowtide.train.pipeline import Stage, stages_of
+from lowtide.train.run import Run
+
+__all__ = ["Job", "build_job", "stage_shapes"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank's share of a run."""
+
+    stages: tuple[Stage, ...]
+    """Its places in the pipeline; one without pipelining."""
+    models: tuple[nn.Module, ...]
+    """Its part of the model at each of them."""
+    called: tuple[nn.Module, ...]
+    """What a step calls: the parts, or DDP around them."""
+    handles: tuple[tuple[Stage, Handle], ...]
+    """The decisions at work, for each part that has layers."""
+    shape: DecoderShape | None
+    """The model's shape; None for one of transformers."""
+    vocabulary: int
+    """Tokens the model knows."""
+    names: tuple[str, ...]
+    """All parameters of the whole model, those of other stages included."""
+    rename: Callable[[str], str]
+    """What a parameter is called in a Hugging Face directory."""
+
+
+def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
+    """Build this rank's share. Nothing is allocated before it is divided, except a model of transformers."""
+    if settings.top_level.pretrained_model_dir:
+        return _build_hugging_face(run, settings, policy, meshes)
+    shape = shape_of(settings)
+    stages = stages_of(run.placement, meshes.pipeline.get_local_rank())
+    if run.placement.num_stages != run.degrees.pipeline:
+        raise ConfigError(
+            f"the layers are placed on {run.placement.num_stages} stages (stage_num) of {run.degrees.pipeline};"
+            " the runner trains one model over all stages"
+        )
+    if shape.tie_word_embeddings and (run.degrees.pipeline > 1 or run.degrees.tensor > 1):
+        raise ConfigError(
+            "tie_word_embeddings is true: the embedding and the head share weights, which pipeline and tensor parallel"
+            " would divide differently; write false, or use data parallel only"
+        )
+    models, handles = [], []
+    for stage in stages:
+        with torch.device("meta"):
+            model = build_model(shape, layers=stage.layers, first=stage.first, last=stage.last)
+        model = model.to(getattr(torch, run.precision.parameters))
+        divide_matrices(model, run, meshes)
+        divide_experts(model, run, meshes)
+        if policy is not None and stage.layers:
+            mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
+            handles.append((stage, apply(model, mine, layers="layers", partial=stage.total > 1)))
+        models.append(model)
+    for model in models:
+        share_data(model, model.layers.values(), run, meshes)
+        model.to_empty(device=meshes.device if not run.offload else "cpu")
+        initialise(model, seed=run.seed)
+    return Job(
+        stages=stages,
+        models=tuple(models),
+        called=tuple(_copied(models, run)),
+        handles=tuple(handles),
+        shape=shape,
+        vocabulary=shape.vocab_size,
+        names=_names(shape),
+        rename=hugging_face_name,
+    )
+
+
+def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
+    degrees = run.degrees
+    if degrees.pipeline * degrees.tensor * degrees.expert > 1:
+        raise ConfigError(
+            f"models of transformers ({settings.top_level.pretrained_model_dir}) are trained with data parallel and"
+            f" FSDP only; found tensor {degrees.tensor}, pipeline {degrees.pipeline}, expert {degrees.expert}"
+        )
+    model = HuggingFaceDecoder(settings.top_level.pretrained_model_dir, seed=run.seed)
+    model = model.to(meshes.device if not run.offload else "cpu", getattr(torch, run.precision.parameters)).train()
+    layers = find_layers(model)
+    (stage,) = stages_of(run.placement, 0)
+    handles = [(stage, apply(model, policy, layers=layers.path))] if policy is not None else []
+    share_data(model, layers.modules, run, meshes)
+    return Job(
+        stages=(stage,),
+        models=(model,),
+        called=tuple(_copied([model], run)),
+        handles=tuple(handles),
+        shape=None,
+        vocabulary=model.vocabulary,
+        names=tuple(name for name, _ in model.named_parameters()),
+        rename=lambda name: name.removeprefix("model."),
+    )
+
+
+def _names(shape: DecoderShape) -> tuple[str, ...]:
+    with torch.device("meta"):
+        return tuple(name for name, _ in build_model(shape).named_parameters())
+
+
+def _copied(models: Sequence[nn.Module], run: Run) -> list[nn.Module]:
+    """DDP around each part, where ranks have copies of the model."""
+    if run.degrees.replicate == 1 or run.degrees.shard > 1:
+        return list(models)
+    return [nn.parallel.DistributedDataParallel(model) for model in models]
+
+
+def stage_shapes(run: Run, shape: DecoderShape, stage: Stage) -> tuple[Tensor, Tensor]:
+    """What goes into a stage and comes out of it, as tensors on meta."""
+    parameters, logits = (getattr(torch, name) for name in (run.precision.parameters, run.precision.compute))
+    stream = logits if run.degrees.shard > 1 else parameters  # FSDP computes all in one type, autocast only products
+    length = run.sequence // (run.degrees.tensor if run.degrees.sequence_parallel else 1)
+    # torch sends a gradient back for what is said to need one
+    hidden = torch.empty(run.batch_size, length, shape.hidden_size, dtype=stream, device="meta", requires_grad=True)
+    tokens = torch.empty(run.batch_size, run.sequence, dtype=torch.int64, device="meta")
+    scores = torch.empty(
+        run.batch_size, run.sequence, shape.vocab_size, dtype=logits, device="meta", requires_grad=True
+    )
+    return (tokens if stage.first else hidden), (scores if stage.last else hidden)

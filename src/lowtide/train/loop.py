@@ -1,0 +1,257 @@
+"""The steps of a run, one after the other: data, step, monitors, checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lowtide.config.schema import Settings
+from lowtide.config.schema.callbacks import MFLossMonitor, MoEDropRateCallback
+from lowtide.runtime.receipt import Receipt
+from lowtide.train.checkpoint import Checkpoints
+from lowtide.train.data.batches import batches_of
+from lowtide.train.data.source import source_of
+from lowtide.train.job import Job, stage_shapes
+from lowtide.train.loss_scale import scale_of
+from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
+from lowtide.train.mesh import Meshes
+from lowtide.train.monitors import DropRate, JsonLines, LossLine, ProgressBar
+from lowtide.train.objective import Objective
+from lowtide.train.optimizer import make_optimizers
+from lowtide.train.options import TrainOptions
+from lowtide.train.pipeline import Pipeline, make_pipeline
+from lowtide.train.record import Monitor, StepRecord
+from lowtide.train.run import Run
+from lowtide.train.run_directory import RunDirectory
+from lowtide.train.state import TrainState
+from lowtide.train.step import Outcome, Step
+from lowtide.train.watchdog import Watchdog
+from lowtide.train.weights import load_weights
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Loop"]
+
+logger = logging.getLogger(__name__)
+
+RECEIPT_EVERY = 100
+"""Steps between two receipts. The second step has one too: in the first, some layers are still being learnt."""
+
+WATCHDOG_SECONDS = 1800.0
+"""How long a rank may stand still, unless the command line says otherwise."""
+
+
+class Loop:
+    """The steps of a run on one rank."""
+
+    def __init__(
+        self,
+        run: Run,
+        settings: Settings,
+        meshes: Meshes,
+        job: Job,
+        directory: RunDirectory,
+        checkpoints: Checkpoints,
+        save_every: int,
+        options: TrainOptions,
+    ) -> None:
+        self.run, self.settings, self.meshes, self.job = run, settings, meshes, job
+        self.directory, self.checkpoints, self.save_every = directory, checkpoints, save_every
+        self.receipts: list[Receipt] = []
+        source = source_of(settings, seq_length=run.sequence, vocab_size=job.vocabulary, cache=directory.path / "cache")
+        self.data = batches_of(
+            settings,
+            source,
+            batch_size=run.batch_size,
+            data_rank=meshes.data.get_local_rank(),
+            data_ranks=run.degrees.data,
+            samples_per_step=run.samples_per_step,
+            seed=run.seed,
+        )
+        self.steps = run.steps or (run.epochs or 1) * self.data.steps_per_epoch
+        self.last = min(self.steps, run.stop_step or self.steps)
+        self.optimizers, self.rates = make_optimizers(
+            settings, job.models, job.names, steps=self.steps, steps_in_epoch=self.data.steps_per_epoch
+        )
+        self.number = 0
+        """The step this rank is in."""
+        self.watchdog = _watchdog(options, directory)
+        objective = Objective(run, meshes.data.get_group())
+        self.step = Step(
+            run,
+            meshes,
+            job.called,
+            self.optimizers,
+            scale_of(settings.runner_wrapper.scale_sense),
+            objective,
+            self._pipeline(objective),
+            self._at,
+        )
+        self.state = TrainState(
+            parts=job.models,
+            optimizers=self.optimizers,
+            progress={"step": 0, **self.data.state(0)},
+            seed=run.seed,
+            layout=str(run.degrees),
+        )
+
+    def _pipeline(self, objective: Objective) -> Pipeline | None:
+        if self.run.degrees.pipeline == 1:
+            return None
+        shape = self.job.shape
+        assert shape is not None
+        return make_pipeline(
+            self.run,
+            self.job.called,
+            self.job.stages,
+            self.meshes.pipeline.get_group(),
+            self.meshes.device,
+            lambda stage: stage_shapes(self.run, shape, stage),
+            objective,
+        )
+
+    def train(self, console: Console | None) -> dict[str, Any]:
+        """Train to the last step; what became of the run, for ``--json``."""
+        begun = self._resume()
+        record: StepRecord | None = None
+        with ExitStack() as stack:
+            stack.callback(self.data.close)
+            if self.watchdog is not None:
+                stack.callback(self.watchdog.close)
+            monitors = self._monitors(begun, console)
+            for monitor in monitors:
+                stack.callback(monitor.close)
+            for step in range(begun + 1, self.last + 1):
+                record = self._one(step)
+                for monitor in monitors:
+                    monitor.step(record)
+                self._write_receipts(step)
+                self.checkpoints.poll()
+                if self.save_every and (step % self.save_every == 0 or step == self.last):
+                    self._at("checkpoint")
+                    self.checkpoints.save(step, self.state)
+        if wants_memory_statistics():
+            for line in memory_statistics(self.receipts):
+                logger.info("%s", line)
+        return {
+            "run_directory": str(self.directory.path),
+            "steps": self.last,
+            "resumed_from": begun or None,
+            "loss": record.loss if record is not None else None,
+        }
+
+    def _resume(self) -> int:
+        """Load the checkpoint the run continues from; the step it was saved after, 0 for the beginning."""
+        if self.directory.checkpoint is None:
+            self._load_weights()
+            return 0
+        if self.directory.checkpoint.parent == self.checkpoints.directory:
+            self.checkpoints.resume(self.state)
+        else:
+            self.checkpoints.load(self.state, self.directory.checkpoint)
+        progress = self.state.progress
+        self.step.scale = self.step.scale.loaded(progress["loss_scale"])
+        progress.update(self.data.state(self.data.restored(progress)))
+        return int(progress["step"])
+
+    def _load_weights(self) -> None:
+        top = self.settings.top_level
+        path = top.load_checkpoint or (self.settings.checkpoint.load_path if self.settings.layout == "2026" else "")
+        if path:
+            load_weights(self.job.models, Path(path), rename=self.job.rename)
+
+    def _one(self, step: int) -> StepRecord:
+        """One step, from its data to its record."""
+        begin, self.number = time.perf_counter(), step
+        consumed = int(self.state.progress["samples"])
+        self._at("data")
+        batches = self.data.for_step(consumed)
+        rate = self.rates.set(step - 1)
+        outcome = self.step(batches)
+        consumed += self.run.samples_per_step
+        self.state.progress.update(step=step, loss_scale=self.step.scale.state_dict(), **self.data.state(consumed))
+        return self._record(step, outcome, rate, time.perf_counter() - begin)
+
+    def _at(self, phase: str) -> None:
+        """Note where this rank stands, for when the job hangs."""
+        if self.watchdog is not None:
+            self.watchdog.at(phase, self.number)
+
+    def _record(self, step: int, outcome: Outcome, rate: float, seconds: float) -> StepRecord:
+        in_epoch = self.data.steps_per_epoch
+        return StepRecord(
+            step=step,
+            steps=self.steps,
+            epoch=(step - 1) // in_epoch + 1,
+            epochs=-(-self.steps // in_epoch),
+            step_in_epoch=(step - 1) % in_epoch + 1,
+            steps_in_epoch=in_epoch,
+            loss=outcome.loss,
+            seconds=seconds,
+            learning_rate=rate,
+            overflow=outcome.overflow,
+            loss_scale=outcome.loss_scale,
+            global_norm=outcome.global_norm,
+            skipped=outcome.skipped,
+            tokens=self.run.samples_per_step * self.run.sequence,
+            samples=int(self.state.progress["samples"]),
+            peak_bytes=_peak_bytes(),
+        )
+
+    def _monitors(self, begun: int, console: Console | None) -> list[Monitor]:
+        """What looks at each step. Every rank logs its lines; files and the terminal are rank 0's."""
+        every = next((one.per_print_times for one in self.settings.callbacks if isinstance(one, MFLossMonitor)), 1)
+        found: list[Monitor] = [
+            LossLine(
+                every=every,
+                separate=self.settings.top_level.print_separate_loss,
+                samples_per_step=self.run.samples_per_step,
+                ranks=self.run.degrees.world,
+            )
+        ]
+        if any(isinstance(one, MoEDropRateCallback) for one in self.settings.callbacks):
+            found.append(DropRate())
+        if dist.get_rank() == 0:
+            found += [JsonLines(self.directory.metrics, after=begun), ProgressBar(console)]
+        return found
+
+    def _write_receipts(self, step: int) -> None:
+        """What lowtide did, from the rank that speaks for a pipeline stage."""
+        if not self.meshes.leads or not (step == 2 or step % RECEIPT_EVERY == 0 or step == self.last):
+            return
+        for stage, handle in self.job.handles:
+            receipt = handle.receipt()
+            self.receipts.append(receipt)
+            line = {"step": step, "layers": list(stage.layers), **receipt.as_json()}
+            with self.directory.receipts(dist.get_rank()).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _watchdog(options: TrainOptions, directory: RunDirectory) -> Watchdog | None:
+    """Not unless hangs are to be told of; the file of a rank is small and written only then."""
+    if options.watchdog == 0:
+        return None
+    return Watchdog(
+        directory.path / "watchdog",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        timeout=WATCHDOG_SECONDS if options.watchdog is None else options.watchdog,
+        end=options.redirect,  # whoever started the ranks starts them again
+    )
+
+
+def _peak_bytes() -> int | None:
+    """The device allocator's peak since the last step."""
+    if not torch.accelerator.is_available():
+        return None
+    peak = torch.accelerator.max_memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    return peak

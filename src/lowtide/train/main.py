@@ -1,0 +1,130 @@
+"""A run from its file to its last step: the whole of ``lowtide train``, in order."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowtide.config.check import Check, check_file
+from lowtide.config.schema.callbacks import CheckpointMonitor
+from lowtide.operators.names import layer_operators
+from lowtide.train.checkpoint import Checkpoints
+from lowtide.train.job import build_job
+from lowtide.train.logs import start_logging
+from lowtide.train.loop import Loop
+from lowtide.train.mesh import Meshes, make_meshes, process_group, world_size
+from lowtide.train.options import TrainOptions
+from lowtide.train.run import Run, read_run
+from lowtide.train.run_directory import RunDirectory, config_text, on_first_rank, open_run_directory
+
+__all__ = ["train"]
+
+logger = logging.getLogger(__name__)
+
+
+def train(file: Path, overrides: Mapping[tuple[str | int, ...], Any], options: TrainOptions) -> int:
+    """Train what ``file`` says, as one rank of those that were started; the exit code."""
+    check = check_file(file, layer_operators, overrides)
+    run = read_run(check, None if options.dry_run else world_size())
+    if options.dry_run:
+        from lowtide.train.dry_run import dry_run
+
+        return dry_run(run, check, as_json=options.json)
+    assert check.settings is not None
+    with ExitStack() as stack:
+        device = stack.enter_context(process_group())
+        logs = start_logging(dist.get_rank(), options.log_dir, continued=options.restarted, redirect=options.redirect)
+        stack.callback(logs.close)
+        meshes = make_meshes(run.degrees, device)
+        _seed(run, meshes)
+        checkpoints, every = _checkpoints(check, options)
+        newest = checkpoints.latest()
+        directory = on_first_rank(lambda: _open(check, overrides, options, newest))
+        _say(check, run, directory)
+        job = build_job(run, check.settings, check.policy, meshes)
+        loop = Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
+        result = loop.train(logs.console)
+        checkpoints.close()
+        if options.json and dist.get_rank() == 0:
+            print(json.dumps(result))
+    return 0
+
+
+def _seed(run: Run, meshes: Meshes) -> None:
+    """Ranks that see other samples, or have other layers, draw other numbers; those that share a matrix, the same."""
+    place = meshes.data.get_local_rank() * run.degrees.pipeline + meshes.pipeline.get_local_rank()
+    torch.manual_seed(run.seed + 1_000_003 * place)
+    if run.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]:
+    """Where checkpoints go, and every how many steps; 0 for never."""
+    settings = check.settings
+    assert settings is not None
+    directory, every, keep, asynchronous = options.run_directory / "checkpoints", 0, 0, False
+    for callback in settings.callbacks:
+        if isinstance(callback, CheckpointMonitor):
+            every, keep, asynchronous = (
+                callback.save_checkpoint_steps,
+                callback.keep_checkpoint_max,
+                callback.async_save,
+            )
+            directory = Path(callback.directory) if callback.directory else directory
+    if settings.layout == "2026" and settings.checkpoint.enable_save:
+        every, keep = settings.checkpoint.save_interleaved_steps, settings.checkpoint.save_max
+        directory = Path(settings.checkpoint.save_path) if settings.checkpoint.save_path else directory
+    return Checkpoints(directory, keep=keep, asynchronous=asynchronous), every
+
+
+def _open(
+    check: Check, overrides: Mapping[tuple[str | int, ...], Any], options: TrainOptions, newest: Path | None
+) -> RunDirectory:
+    text = Path(check.document.name).read_text(encoding="utf-8")
+    directory = open_run_directory(
+        options.run_directory,
+        settings=check.document.value,
+        config=config_text(text, overrides, check.document.value),
+        checkpoint=newest,
+        resume=options.resume,
+        fresh=options.fresh,
+        restarted=options.restarted,
+    )
+    if check.policy is not None:
+        directory.policy.write_text(check.policy.to_json() + "\n", encoding="utf-8")
+    return directory
+
+
+def _say(check: Check, run: Run, directory: RunDirectory) -> None:
+    """What was understood, in the words of the guides; every rank's log has it, rank 0 also prints it."""
+    for level, text in check.log:
+        logger.log(getattr(logging, level), "%s", text)
+    for problem in check.problems.warnings:
+        logger.warning("%s:%d: %s", check.document.name, problem.line, problem.message)
+    for note in run.notes:
+        logger.info("%s", note)
+    degrees = run.degrees
+    logger.info(
+        "%d ranks: data %d (replicate %d x shard %d), tensor %d, pipeline %d, expert %d; %d samples a step"
+        " (%d x %d micro steps x %d ranks); %s %s",
+        degrees.world,
+        degrees.data,
+        degrees.replicate,
+        degrees.shard,
+        degrees.tensor,
+        degrees.pipeline,
+        degrees.expert,
+        run.samples_per_step,
+        run.batch_size,
+        run.micro_steps,
+        degrees.data,
+        directory.path,
+        directory.reason,
+    )

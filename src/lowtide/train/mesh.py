@@ -1,0 +1,97 @@
+"""The process group and its meshes: which ranks share what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lowtide._torch_private import flattened
+from lowtide.train.run import Degrees
+
+__all__ = ["Meshes", "make_meshes", "process_group", "world_size"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meshes:
+    """The ranks this one shares something with, and its place among them."""
+
+    device: torch.device
+    """This rank's device."""
+    data: DeviceMesh
+    """The ranks that see other samples."""
+    sharded: DeviceMesh
+    """The ranks that FSDP works over: those that share parameters, or for HSDP copies x those."""
+    tensor: DeviceMesh
+    """The ranks that share each layer's matrices."""
+    pipeline: DeviceMesh
+    """The ranks that have the other stages."""
+    expert: DeviceMesh | None
+    """The ranks that share the experts of each layer; None where they are not shared."""
+    expert_sharded: DeviceMesh | None
+    """The ranks that have the same experts as this one, within those that share parameters."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its pipeline stage."""
+        return self.data.get_local_rank() == 0 and self.tensor.get_local_rank() == 0
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started; one without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(patience: timedelta = timedelta(minutes=30)) -> Iterator[torch.device]:
+    """This rank's device, in a process group of all ranks; one process alone is a group too."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backend = "gloo"
+    if accelerator is None:
+        device = torch.device("cpu")
+    else:
+        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=patience)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
+    """Neighbouring ranks share a layer's matrices, then experts, then parameters; stages lie farthest apart."""
+    outer = degrees.shard // degrees.expert
+    sizes = {
+        "pipeline": degrees.pipeline,
+        "replicate": degrees.replicate,
+        **({"shard": degrees.shard} if degrees.expert == 1 else {"expert_sharded": outer, "expert": degrees.expert}),
+        "tensor": degrees.tensor,
+    }
+    world = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    shard = world["shard"] if degrees.expert == 1 else flattened(world, ("expert_sharded", "expert"), "shard")
+    data, sharded = shard, shard
+    if degrees.replicate > 1:
+        inner = ("shard",) if degrees.expert == 1 else ("expert_sharded", "expert")
+        data = flattened(world, ("replicate", *inner), "data")
+        sharded = world["replicate", "shard"] if degrees.shard > 1 else data
+    return Meshes(
+        device=device,
+        data=data,
+        sharded=sharded,
+        tensor=world["tensor"],
+        pipeline=world["pipeline"],
+        expert=world["expert"] if degrees.expert > 1 else None,
+        expert_sharded=world["expert_sharded"] if degrees.expert > 1 else None,
+    )

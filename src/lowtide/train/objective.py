@@ -1,0 +1,52 @@
+"""The loss of a micro batch, weighed so that all micro batches of all ranks add up to the step's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from lowtide.train.run import Run
+
+__all__ = ["IGNORED", "Objective"]
+
+IGNORED = -100
+"""The label that is left out of the loss."""
+
+
+class Objective:
+    """The mean of the micro losses, or with ``per_token_loss`` the mean over all tokens of the step.
+
+    Data parallel averages gradients over its ranks; the weights here are such that the average comes out right, also
+    where ranks have different numbers of tokens.
+    """
+
+    def __init__(self, run: Run, data: dist.ProcessGroup) -> None:
+        self.run, self.data = run, data
+        self.ranks = run.degrees.data if run.update.sum_gradients else 1
+        self.per_token: Tensor | None = None
+        self.scale = 1.0
+        self.factor = 1.0 / run.micro_steps
+
+    def begin(self, labels: Sequence[Tensor], scale: float) -> None:
+        """A step begins: ``labels`` of all its micro batches on this rank, and the factor on the loss."""
+        self.scale = scale
+        if self.run.update.per_token_loss:
+            tokens = torch.stack([(one != IGNORED).sum() for one in labels]).sum().to(torch.float32)
+            dist.all_reduce(tokens, group=self.data)
+            self.per_token = self.run.degrees.data / tokens.clamp(min=1)
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The weighed loss of one micro batch; its backward gives the gradients."""
+        flat = labels.flatten()
+        total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
+        if self.per_token is not None:
+            return total * self.per_token * (self.scale * self.ranks)
+        return total / (flat != IGNORED).sum().clamp(min=1) * (self.factor * self.scale * self.ranks)
+
+    def value(self, losses: Tensor) -> Tensor:
+        """What the sum of this rank's weighed losses means: its share of the step's loss, before any scaling."""
+        return losses.detach() / (self.scale * self.ranks)

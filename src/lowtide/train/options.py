@@ -1,0 +1,40 @@
+"""How one run is asked for on the command line, beside its file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["TrainOptions", "restarted"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """What the command line says about a run that the file does not."""
+
+    run_directory: Path
+    """Where everything of the run is written; the file's `output_dir` unless said otherwise."""
+    log_dir: Path
+    """Where each rank writes its `worker_N.log`."""
+    dry_run: bool = False
+    """Build everything without memory, print the plan of the run, and stop."""
+    json: bool = False
+    """Print one JSON object at the end."""
+    resume: str | None = None
+    """`auto`, or the path of a checkpoint; None decides by what the run directory holds."""
+    fresh: bool = False
+    """Move an earlier run in the run directory aside and start from the beginning."""
+    watchdog: float | None = None
+    """Seconds without progress after which each rank says where it stands; 0 for never; None for the default."""
+    timeout: float = 900.0
+    """Seconds to wait for other ranks, at the start and in a collective."""
+    redirect: bool = False
+    """Whether what a rank prints, and what libraries print in it, goes to its log instead of the terminal."""
+    restarted: bool = False
+    """Whether torchrun started this process again after a failure: the run then goes on by itself."""
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")

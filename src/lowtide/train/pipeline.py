@@ -1,0 +1,119 @@
+"""Pipeline stages: which part of the model this rank has, and the order of micro batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from lowtide.config.placement import Placement
+from lowtide.errors import ConfigError
+from lowtide.train.run import Run, Schedule
+
+__all__ = ["Pipeline", "Stage", "make_pipeline", "stages_of"]
+
+_SCHEDULES: dict[Schedule, Any] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble_v": ScheduleZBVZeroBubble,
+}
+
+
+class Stage(NamedTuple):
+    """One part of the model in the order the data runs through them: a chunk of a pipeline stage."""
+
+    number: int
+    """Its place in that order."""
+    total: int
+    """All parts of the model."""
+    layers: tuple[int, ...]
+    """Its layers; the first and the last part may have none."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.number == self.total - 1
+
+
+def stages_of(placement: Placement, rank: int) -> tuple[Stage, ...]:
+    """The parts of the model that pipeline rank ``rank`` has, first to last."""
+    stages, chunks = placement.num_stages, placement.num_chunks
+    found = []
+    for chunk in range(chunks):
+        column = stages - 1 - rank if placement.folded and chunk % 2 else rank
+        layers = tuple(
+            layer
+            for layer, place in enumerate(zip(placement.columns, placement.chunks, strict=True))
+            if place == (column, chunk)
+        )
+        found.append(Stage(chunk * stages + column, stages * chunks, layers))
+    return tuple(found)
+
+
+class Pipeline:
+    """This rank's stages and their schedule."""
+
+    def __init__(self, schedule: Any, stages: Sequence[Stage]) -> None:
+        self.schedule = schedule
+        self.first = any(stage.first for stage in stages)
+        self.last = any(stage.last for stage in stages)
+
+    def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
+        """Forward and backward of all micro batches; the sum of their losses, on the rank that has the last stage."""
+        losses: list[Tensor] = []
+        given = (tokens,) if self.first else ()
+        if not self.last:
+            self.schedule.step(*given)
+            return None
+        self.schedule.step(*given, target=labels, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum()
+
+
+def make_pipeline(
+    run: Run,
+    modules: Sequence[torch.nn.Module],
+    stages: Sequence[Stage],
+    group: ProcessGroup,
+    device: torch.device,
+    shapes: Callable[[Stage], tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Pipeline:
+    """The schedule over ``modules``; ``shapes`` gives a stage's input and output as tensors on meta.
+
+    With the shapes known torch need not run the model once to find them, which would draw random numbers.
+    """
+    made = []
+    for module, stage in zip(modules, stages, strict=True):
+        given, output = shapes(stage)
+        made.append(
+            PipelineStage(
+                module, stage.number, stage.total, device, input_args=(given,), output_args=(output,), group=group
+            )
+        )
+    kind = _SCHEDULES[run.schedule]
+    single = issubclass(kind, PipelineScheduleSingle)
+    try:
+        schedule = kind(made[0] if single else made, n_microbatches=run.micro_steps, loss_fn=loss, scale_grads=False)
+    except ValueError as error:
+        raise ConfigError(
+            f"the schedule {run.schedule} cannot run {run.micro_steps} micro batches over {run.degrees.pipeline} stages"
+            f" x {run.placement.num_chunks} chunks: {error}; change parallel_config.micro_batch_num"
+        ) from error
+    return Pipeline(schedule, stages)

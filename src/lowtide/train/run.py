@@ -1,0 +1,328 @@
+"""A run, resolved: what a training file of either layout asks for, on this many processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from lowtide.config.check import Check
+from lowtide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lowtide.config.placement import Placement
+    from lowtide.config.schema import Settings
+
+__all__ = ["Degrees", "Precision", "Run", "Update", "read_run"]
+
+DataType = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble_v"]
+_TYPES: dict[str, DataType] = {
+    **dict.fromkeys(("fp32", "float32"), "float32"),
+    **dict.fromkeys(("fp16", "float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """How many ways the work is divided; the product of the first four is the number of processes."""
+
+    replicate: int = 1
+    """Copies of the whole model (DDP), or of the groups that share it (HSDP)."""
+    shard: int = 1
+    """Ranks that share parameters, gradients and optimizer states (FSDP)."""
+    pipeline: int = 1
+    """Pipeline stages."""
+    tensor: int = 1
+    """Ranks that share each layer's matrices."""
+    expert: int = 1
+    """Ranks, among those that share the data, that share the experts of each layer."""
+    sequence_parallel: bool = False
+    """Whether tensor parallel also divides the sequence between the matrices."""
+
+    @property
+    def data(self) -> int:
+        """Ranks that each see other samples."""
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return prod((self.data, self.pipeline, self.tensor))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """The types of numbers."""
+
+    parameters: DataType
+    """The type of parameters and optimizer states."""
+    compute: DataType
+    """The type of matrix products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What happens between the gradients and the parameters."""
+
+    scaled: bool
+    """Whether the loss is scaled, so that gradients may overflow and the step is then skipped."""
+    max_norm: float | None
+    """Gradients are scaled down to this norm of all together; None for no clipping."""
+    skip_norm: float | None
+    """From this norm on the step is skipped; None for never."""
+    per_token_loss: bool
+    """Whether the loss is the mean over all tokens of the step instead of over its micro batches."""
+    sum_gradients: bool
+    """Whether gradients are summed over data parallel instead of averaged."""
+    reduce_each: bool
+    """Whether gradients are reduced after each micro step, which holds them divided, instead of after the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run, resolved."""
+
+    degrees: Degrees
+    """How the work is divided."""
+    placement: Placement
+    """Where each layer stands in the pipeline."""
+    schedule: Schedule
+    """The order of micro batches in the pipeline."""
+    precision: Precision
+    """The types of numbers."""
+    update: Update
+    """What happens between the gradients and the parameters."""
+    batch_size: int
+    """Samples of one data-parallel rank in one micro step."""
+    micro_steps: int
+    """Micro steps of one optimizer step: accumulated ones, or the micro batches of the pipeline."""
+    sequence: int
+    """Tokens of a sample."""
+    epochs: int | None
+    """Passes over the data; None if the steps are given."""
+    steps: int | None
+    """Optimizer steps; None for ``epochs`` passes."""
+    stop_step: int | None
+    """The step after which the run ends early."""
+    reshard: bool
+    """Whether gathered parameters are let go after forward and gathered again in backward."""
+    offload: bool
+    """Whether parameters and optimizer states live on the host."""
+    seed: int
+    """The seed of weights, dropout and data."""
+    deterministic: bool
+    """Whether only deterministic kernels are used."""
+    output_dir: str
+    """Where everything the run writes goes."""
+    notes: tuple[str, ...] = ()
+    """What was decided for the file, in words, for the log."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.batch_size * self.micro_steps * self.degrees.data
+
+
+def read_run(check: Check, world: int | None = None) -> Run:
+    """The run that a checked file asks for on ``world`` processes, or on as many as its degrees say."""
+    check.raise_errors()
+    settings, form = check.settings, check.form
+    if settings is None or form is None or form.placement is None:
+        raise ConfigError(
+            f"{check.document.name}: the file does not say how many layers the model has;"
+            " write model.model_config.num_layers, or pretrained_model_dir"
+        )
+    return (_read_2026 if settings.layout == "2026" else _read_graph)(settings, form.placement, world)
+
+
+def _read_graph(settings: Settings, placement: Placement, world: int | None) -> Run:
+    parallel, runner, wrapper = settings.parallel_config, settings.runner_config, settings.runner_wrapper
+    notes: list[str] = []
+    if parallel.context_parallel > 1:
+        raise ConfigError(
+            f"parallel_config.context_parallel is {parallel.context_parallel}: the runner does not divide sequences"
+            " over devices; write 1, and use model_parallel with use_seq_parallel"
+        )
+    data = parallel.data_parallel
+    others = parallel.model_parallel * parallel.pipeline_stage
+    if "parallel_config" not in settings.present and world is not None:
+        data = _share(world, others)
+    shards = 1
+    if settings.parallel.enable_parallel_optimizer:
+        asked = settings.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+        shards = data if asked in (-1, 0) else min(asked, data)
+        if data % shards:
+            raise ConfigError(
+                f"parallel_optimizer_config.optimizer_weight_shard_size is {shards} and does not divide the"
+                f" {data} data-parallel ranks"
+            )
+    degrees = _degrees(
+        data,
+        shards,
+        parallel.pipeline_stage,
+        parallel.model_parallel,
+        parallel.expert_parallel,
+        parallel.use_seq_parallel and parallel.model_parallel > 1,
+        notes,
+    )
+    _check_world(degrees, world, "parallel_config")
+    schedule = settings.parallel.pipeline_config.pipeline_scheduler
+    stop = [runner.stop_step, *(getattr(callback, "stop_step", None) for callback in settings.callbacks)]
+    pipelined = degrees.pipeline > 1
+    enlarged = settings.top_level.micro_batch_interleave_num
+    return Run(
+        degrees=degrees,
+        placement=placement,
+        schedule=_schedule(schedule, placement),
+        precision=_precision(settings, notes),
+        update=Update(
+            scaled=wrapper.scale_sense is not None,
+            max_norm=wrapper.max_grad_norm if wrapper.use_clip_grad else None,
+            skip_norm=wrapper.global_norm_spike_threshold if wrapper.use_skip_data_by_global_norm else None,
+            per_token_loss=wrapper.calculate_per_token_loss,
+            sum_gradients=not settings.parallel.gradients_mean,
+            reduce_each=settings.parallel.parallel_optimizer_config.gradient_accumulation_shard,
+        ),
+        batch_size=runner.batch_size * enlarged,
+        micro_steps=(parallel.micro_batch_num or degrees.pipeline) if pipelined else runner.gradient_accumulation_steps,
+        sequence=_sequence(settings),
+        epochs=runner.epochs or 1,
+        steps=None,
+        stop_step=min((step for step in stop if step), default=None),
+        # The reference keeps gathered weights unless the gathering itself is to be repeated.
+        reshard=bool(settings.recompute_config.parallel_optimizer_comm_recompute),
+        offload=settings.optimizer.swap,
+        seed=settings.top_level.seed,
+        deterministic=settings.context.deterministic in (True, "ON") or settings.top_level.train_precision_sync is True,
+        output_dir=settings.top_level.output_dir,
+        notes=tuple(notes),
+    )
+
+
+def _read_2026(settings: Settings, placement: Placement, world: int | None) -> Run:
+    parallel, training = settings.parallelism, settings.training
+    notes: list[str] = []
+    if parallel.context_parallel > 1:
+        raise ConfigError(
+            f"parallelism.context_parallel is {parallel.context_parallel}: the runner does not divide sequences over"
+            " devices; write 1, and use tensor_parallel"
+        )
+    others = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.data_parallel_replicate
+    shards = parallel.data_parallel_shard or _share(world or others, others)
+    degrees = _degrees(
+        shards * parallel.data_parallel_replicate,
+        shards,
+        parallel.pipeline_parallel,
+        parallel.tensor_parallel,
+        parallel.expert_parallel,
+        parallel.tensor_parallel > 1,
+        notes,
+    )
+    _check_world(degrees, world, "parallelism")
+    local = training.local_batch_size
+    micro_steps, left = divmod(training.global_batch_size or local * degrees.data, local * degrees.data)
+    if left or not micro_steps:
+        raise ConfigError(
+            f"training.global_batch_size is {training.global_batch_size}; expected a multiple of local_batch_size"
+            f" {local} x {degrees.data} data-parallel ranks, such as {local * degrees.data}"
+        )
+    if micro_steps < degrees.pipeline:
+        notes.append(f"{degrees.pipeline} micro batches instead of {micro_steps}: one for each pipeline stage at least")
+        micro_steps = degrees.pipeline
+    policy = parallel.reshard_after_forward_policy
+    return Run(
+        degrees=degrees,
+        placement=placement,
+        schedule=_schedule("1f1b", placement),
+        precision=_precision(settings, notes),
+        update=Update(
+            scaled=False,
+            max_norm=training.max_norm,
+            skip_norm=None,
+            per_token_loss=False,
+            sum_gradients=False,
+            reduce_each=False,
+        ),
+        batch_size=local,
+        micro_steps=micro_steps,
+        sequence=_sequence(settings),
+        epochs=None if training.steps else 1,
+        steps=training.steps,
+        stop_step=None,
+        reshard=policy in (True, "always") or (policy == "default" and degrees.pipeline == 1),
+        offload=parallel.cpu_offload,
+        seed=training.seed,
+        deterministic=training.deterministic,
+        output_dir=settings.top_level.output_dir,
+        notes=tuple(notes),
+    )
+
+
+def _degrees(
+    data: int, shards: int, pipeline: int, tensor: int, expert: int, sequence_parallel: bool, notes: list[str]
+) -> Degrees:
+    if expert > 1 and data % expert:
+        raise ConfigError(f"expert_parallel is {expert} and does not divide the {data} data-parallel ranks")
+    if data > 1 and (tensor > 1 or expert > 1) and shards % (expert if expert > 1 else data):
+        # DDP holds no parameters that are divided already.
+        notes.append(
+            f"parameters are shared by all {data} data-parallel ranks (FSDP): DDP does not go with"
+            f" {'tensor' if tensor > 1 else 'expert'} parallel"
+        )
+        shards = data
+    return Degrees(
+        replicate=data // shards,
+        shard=shards,
+        pipeline=pipeline,
+        tensor=tensor,
+        expert=expert,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _share(world: int, others: int) -> int:
+    if world % others:
+        raise ConfigError(f"{world} processes cannot be divided by the other degrees, whose product is {others}")
+    return world // others
+
+
+def _check_world(degrees: Degrees, world: int | None, section: str) -> None:
+    if world is None or world == degrees.world:
+        return
+    raise ConfigError(
+        f"{section} asks for {degrees.world} processes (data {degrees.data} x tensor {degrees.tensor} x pipeline"
+        f" {degrees.pipeline}) and {world} were started; start {degrees.world} (--nproc {degrees.world} on one"
+        " machine), or change the degrees"
+    )
+
+
+def _schedule(name: str, placement: Placement) -> Schedule:
+    if name == "zero_bubble_v":
+        return "zero_bubble_v"
+    if placement.num_chunks > 1:
+        return "interleaved"
+    return "gpipe" if name == "gpipe" else "1f1b"
+
+
+def _precision(settings: Settings, notes: list[str]) -> Precision:
+    parameters = _type(settings.model.params_dtype) or "float32"
+    compute = _type(settings.model.compute_dtype)
+    if compute is None:
+        compute = parameters
+        notes.append(f"compute_dtype is not given: matrix products are {compute}, the type of the parameters")
+    if compute == "float16" and settings.runner_wrapper.scale_sense is None:
+        notes.append("float16 without runner_wrapper.scale_sense: gradients may underflow")
+    return Precision(parameters=parameters, compute=compute)
+
+
+def _type(name: str | None) -> DataType | None:
+    return _TYPES[name] if name is not None else None
+
+
+def _sequence(settings: Settings) -> int:
+    found = settings.model.seq_length or settings.train_dataset.data_loader.config.seq_length
+    if found is None:
+        raise ConfigError("the file does not say how long a sample is; write model.model_config.seq_length: 4096")
+    return found

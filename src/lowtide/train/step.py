@@ -1,0 +1,142 @@
+"""One optimizer step: forward and backward of its micro batches, then the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide.train.clip import clip, global_norm, scale_gradients
+from lowtide.train.data.batches import Batch
+from lowtide.train.loss_scale import Scale
+from lowtide.train.mesh import Meshes
+from lowtide.train.objective import Objective
+from lowtide.train.pipeline import Pipeline
+from lowtide.train.run import Run
+
+__all__ = ["Outcome", "Step"]
+
+Place = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a step came to, the same on every rank."""
+
+    loss: float
+    global_norm: float | None
+    overflow: bool
+    skipped: bool
+    loss_scale: float
+
+
+class Step:
+    """The step of one rank. All of it that talks to other ranks is one call of torch or one small all-reduce."""
+
+    def __init__(
+        self,
+        run: Run,
+        meshes: Meshes,
+        parts: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scale: Scale,
+        objective: Objective,
+        pipeline: Pipeline | None,
+        place: Place = lambda where: None,
+    ) -> None:
+        self.run, self.meshes, self.parts, self.optimizers = run, meshes, parts, optimizers
+        self.scale, self.objective, self.pipeline, self.place = scale, objective, pipeline, place
+        self.parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
+        self.guarded = run.update.scaled or run.update.skip_norm is not None
+        self.needs_norm = self.guarded or run.update.max_norm is not None
+
+    def __call__(self, batches: Sequence[Batch]) -> Outcome:
+        """Train on the micro batches of one step."""
+        scale = self.scale.value
+        self.objective.begin([batch.labels for batch in batches], scale)
+        self.place("pipeline" if self.pipeline else "forward and backward")
+        losses = self._pipelined(batches) if self.pipeline else self._accumulated(batches)
+        self.place("gradient norm")
+        norm = self._norm(scale)
+        overflow = norm is not None and self.guarded and not bool(torch.isfinite(norm))
+        threshold = self.run.update.skip_norm
+        skipped = overflow or (threshold is not None and norm is not None and float(norm) >= threshold)
+        self.scale = self.scale.after(overflow=overflow)
+        self.place("update")
+        if not skipped:
+            if norm is not None and self.run.update.max_norm is not None:
+                clip(self.parameters, norm, self.run.update.max_norm)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.place("loss")
+        return Outcome(
+            loss=self._mean(losses),
+            global_norm=float(norm) if norm is not None else None,
+            overflow=overflow,
+            skipped=skipped,
+            loss_scale=scale,
+        )
+
+    def _pipelined(self, batches: Sequence[Batch]) -> Tensor:
+        assert self.pipeline is not None
+        tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
+        labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
+        with self._autocast():
+            losses = self.pipeline.run(tokens, labels)
+        return losses if losses is not None else torch.zeros((), device=self.meshes.device)
+
+    def _accumulated(self, batches: Sequence[Batch]) -> Tensor:
+        (part,) = self.parts
+        losses = torch.zeros((), device=self.meshes.device)
+        for number, batch in enumerate(batches):
+            tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
+            labels = batch.labels.to(self.meshes.device, non_blocking=True)
+            reduce = number == len(batches) - 1 or self.run.update.reduce_each
+            with _reducing(part, reduce):
+                with self._autocast():
+                    loss = self.objective(part(tokens), labels)
+                loss.backward()
+            losses += loss.detach()
+        return losses
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Mixed precision; FSDP has its own, which also gathers in the smaller type."""
+        precision = self.run.precision
+        if precision.compute == precision.parameters or any(isinstance(part, FSDPModule) for part in self.parts):
+            return nullcontext()
+        return torch.autocast(self.meshes.device.type, getattr(torch, precision.compute))
+
+    def _norm(self, scale: float) -> Tensor | None:
+        """Take the loss scale out of the gradients, and their norm over all ranks."""
+        if scale != 1:
+            scale_gradients(self.parameters, torch.tensor(1 / scale, device=self.meshes.device))
+        if not self.needs_norm:
+            return None
+        return global_norm(self.parameters, stages=self.run.degrees.pipeline, device=self.meshes.device)
+
+    def _mean(self, losses: Tensor) -> float:
+        """The loss over all ranks: those without the last pipeline stage have nothing to add."""
+        value = self.objective.value(losses).to(torch.float32).reshape(1)
+        dist.all_reduce(value)
+        return float(value / (self.run.degrees.data * self.run.degrees.tensor))
+
+
+@contextmanager
+def _reducing(part: nn.Module, reduce: bool) -> Iterator[None]:
+    """Whether this micro step's backward reduces gradients over data parallel; only the last one need."""
+    if isinstance(part, FSDPModule):
+        part.set_requires_gradient_sync(reduce)
+        yield
+    elif isinstance(part, DistributedDataParallel) and not reduce:
+        with part.no_sync():
+            yield
+    else:
+        yield
