@@ -168,7 +168,7 @@ def inspect(checkpoints: Path, report: Path) -> int:
 def _inspect(directory: Path, report: Path) -> None:
     found: dict[str, Any] = {}
     state = build()
-    with Checkpoints(directory) as checkpoints:
+    with Checkpoints(report.parent / "none") as checkpoints:  # not of the job's directory: it would clean up there
         for path, marker in checkpoints_in(directory):
             try:
                 checkpoints.load(state, path)

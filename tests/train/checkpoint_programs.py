@@ -184,5 +184,20 @@ def fail_on_rank_1(directory: Path, asynchronous: bool) -> tuple[str, bool]:
     return said, latest is not None and latest.name == "step_00000003"
 
 
+def save_experts_of_its_own(directory: Path) -> str:
+    """Each rank has another weight under the same name, in a plain tensor: what it is told."""
+    torch.manual_seed(_rank())
+    model = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "expert": nn.Linear(WIDTH, WIDTH)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(directory)
+    try:
+        checkpoints.save(1, TrainState(parts=[model], optimizers=[optimizer], progress={}))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpoints.close()
+    return ""
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0

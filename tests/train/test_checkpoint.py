@@ -233,6 +233,18 @@ def test_another_model_is_refused_with_the_nearest_names(tmp_path: Path) -> None
             checkpoints.resume(state_of(nn.ModuleDict({"first": nn.Linear(2, 3)})))
 
 
+def test_a_conversion_of_the_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, [1])
+    state = programs.build("one", seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.resume(state)
+        assert "converted" not in caplog.text
+        state.parts[0].bfloat16()
+        checkpoints.resume(state)
+    assert "are converted, such as model." in caplog.text
+    assert "torch.float32 there, torch.bfloat16 here" in caplog.text
+
+
 def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     state = saved(tmp_path, [1])
     state.optimizers = [torch.optim.AdamW(state.parts[0].parameters(), amsgrad=True)]

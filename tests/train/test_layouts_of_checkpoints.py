@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lowtide.train.checkpoint import Checkpoints
+from lowtide.train.state import difference_between
 from numerics.ranks import Ranks
 from train import checkpoint_programs as programs
 
@@ -93,3 +94,18 @@ def test_one_rank_cannot_write_and_both_are_told_and_the_next_save_counts(
     for said, goes_on in ranks.run(programs.fail_on_rank_1, tmp_path, asynchronous):
         assert "step_00000001 could not be written and does not count: on rank 1: IsADirectoryError" in said
         assert goes_on
+
+
+def test_different_weights_under_one_name_are_refused_instead_of_lost(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks.run(programs.save_experts_of_its_own, tmp_path):
+        assert "ranks 0 and 1 hold different weights under the name expert.weight" in said
+        assert "make it a DTensor" in said
+
+
+def test_copies_that_drifted_by_rounding_are_copies() -> None:
+    copy = {"norm.weight": [1.0, 0.5, 0.0]}
+    assert difference_between([copy, copy, {"norm.weight": [1.001, 0.499, 1e-9]}, {"other": [3.0]}]) is None
+    assert difference_between([copy, {"norm.weight": [1.0, 0.5, float("nan")]}]) is None
+    assert difference_between([copy, {"norm.weight": [1.0, 0.6, 0.0]}]) is not None
+    assert difference_between([copy, {"norm.weight": [1.0, 0.5]}]) is not None
+    assert difference_between([{"bias": [0.0]}, {"bias": [0.0]}]) is None

@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -43,7 +45,7 @@ from lowtide.train.commit import (
     write_manifest,
     write_marker,
 )
-from lowtide.train.state import MODEL, Stored, TrainState
+from lowtide.train.state import MODEL, Stored, TrainState, difference_between
 
 __all__ = ["Checkpoints", "cause_of", "stored_in"]
 
@@ -76,6 +78,7 @@ class Checkpoints:
         self._flight: tuple[Path, Future[Any]] | None = None
         self._cleaning: threading.Thread | None = None
         self._damaged: set[str] = set()
+        self._unchecked = not self._ranks.alone
         leftovers: list[Path] = []
         if self._ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
@@ -98,9 +101,11 @@ class Checkpoints:
         name = directory_name(step, self._names)
         self._names.add(name)
         path = self.directory / name
-        writer = _Writer(path, step, self._ranks.world_size)
+        # Once: a mistake in naming weights shows at the first save; no later one may fail because copies drifted.
+        samples = state.samples() if self._unchecked else {}
+        self._unchecked = False
         common: dict[str, Any] = {
-            "storage_writer": writer,
+            "storage_writer": _Writer(path, step, self._ranks.world_size, samples),
             "process_group": self._ranks.group,
             "no_dist": self._ranks.alone,
         }
@@ -196,6 +201,7 @@ class Checkpoints:
         finally:
             if self._cleaning is not None:
                 self._cleaning.join()
+                self._clean_now([])  # what came while the thread was busy
             self._ranks.close()
 
     def __enter__(self) -> Checkpoints:
@@ -256,12 +262,9 @@ class Checkpoints:
             raise CheckpointError(f"{path} cannot be loaded: {cause_of(error)}") from error
 
     def _clean(self, leftovers: list[Path]) -> None:
-        if self._cleaning is not None:
-            self._cleaning.join()
-        self._cleaning = threading.Thread(
-            target=self._clean_now, args=(leftovers,), name="checkpoint removal", daemon=True
-        )
-        self._cleaning.start()
+        if self._cleaning is None or not self._cleaning.is_alive():  # never waited for: other ranks wait for this one
+            self._cleaning = threading.Thread(target=self._clean_now, args=(leftovers,), name="removal", daemon=True)
+            self._cleaning.start()
 
     def _clean_now(self, leftovers: list[Path]) -> None:
         """Remove leftovers, and the oldest beyond what is kept; a damaged one is not counted as kept."""
@@ -286,9 +289,18 @@ class Checkpoints:
 class _Writer(FileSystemWriter):
     """Writes a checkpoint with its checksums and its marker. See [Note: who commits, and when]."""
 
-    def __init__(self, directory: Path, step: int, world_size: int) -> None:
+    def __init__(self, directory: Path, step: int, world_size: int, samples: dict[str, list[float]]) -> None:
         super().__init__(directory, overwrite=False)
-        self.directory, self.step, self.world_size = directory, step, world_size
+        self.directory, self.step, self.world_size, self.samples = directory, step, world_size, samples
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(super().prepare_local_plan(plan), storage_data=self.samples)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Runs on rank 0 with the plans of all ranks, where a weight that several hold whole is written once."""
+        if problem := difference_between([plan.storage_data for plan in plans]):
+            raise CheckpointError(problem)
+        return super().prepare_global_plan([replace(plan, storage_data=None) for plan in plans])
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         results = super().write_data(plan, planner)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +27,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lowtide._torch_private import PLAIN, storage_key
 from lowtide.config.problem import nearest
 from lowtide.errors import CheckpointError
 from lowtide.train import generators
 
-__all__ = ["MODEL", "Stored", "TrainState", "model_tensors", "problems_between"]
+__all__ = ["MODEL", "Stored", "TrainState", "difference_between", "model_tensors", "problems_between"]
 
 logger = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, PROGRESS, GENERATORS = "model.", "optimizer.", "progress", "generators."
+SAMPLED = 8
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -81,6 +84,27 @@ class TrainState:
         found[f"{GENERATORS}{_rank():05d}"] = generators.capture()
         return found
 
+    def samples(self) -> dict[str, list[float]]:
+        """A few values of each matrix that this rank holds whole, by which other ranks' copies of it are known.
+
+        A checkpoint has one place for a name. Ranks that hold different weights under one name, such as experts of
+        their own in plain tensors, would lose all but one. Vectors say little: many begin equal, some are mere noise.
+        """
+        weights = {storage_key(one) for part in self.parts for one in part.parameters()}
+        whole = {
+            name: tensor
+            for name, tensor in model_tensors(self.parts).items()
+            if type(tensor) in PLAIN and tensor.dim() > 1 and storage_key(tensor) in weights
+        }
+        if not whole:
+            return {}
+        few = [one.detach().flatten()[:: max(1, one.numel() // SAMPLED)][:SAMPLED].double() for one in whole.values()]
+        values = torch.cat(few).tolist()  # one copy from the device
+        found: dict[str, list[float]] = {}
+        for name, one in zip(whole, few, strict=True):
+            found[name], values = values[: len(one)], values[len(one) :]
+        return found
+
     def destination(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Where this rank's share of a checkpoint goes: weights and optimizer states in place.
 
@@ -104,8 +128,8 @@ class TrainState:
             wanted |= held
         if problems:
             raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems))
-        own = f"{GENERATORS}{_rank():05d}"
-        for name in (PROGRESS, own):
+        _tell_of_conversions(wanted, stored)
+        for name in (PROGRESS, f"{GENERATORS}{_rank():05d}"):
             if name in stored:
                 wanted[name] = torch.empty(stored[name].shape, dtype=stored[name].dtype)
         return wanted
@@ -175,6 +199,34 @@ def problems_between(wanted: Mapping[str, Any], stored: Mapping[str, Stored]) ->
         if name in stored and isinstance(value, Tensor) and tuple(value.shape) != stored[name].shape:
             found.append(f"{name} has the shape {list(stored[name].shape)} in it and {list(value.shape)} in the model")
     return found
+
+
+def _tell_of_conversions(wanted: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    others = [name for name, value in wanted.items() if isinstance(value, Tensor) and value.dtype != stored[name].dtype]
+    if others and _rank() == 0:
+        logger.warning(
+            "%d tensors have another type than in the checkpoint and are converted, such as %s: %s there, %s here",
+            len(others),
+            others[0],
+            stored[others[0]].dtype,
+            wanted[others[0]].dtype,
+        )
+
+
+def difference_between(samples: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
+    """What is wrong if two ranks hold different weights under one name; copies that drifted by rounding are not."""
+    first: dict[str, tuple[int, Sequence[float]]] = {}
+    for rank, held in enumerate(samples):
+        for name, values in held.items():
+            other, known = first.setdefault(name, (rank, values))
+            size = max((abs(value) for value in (*known, *values)), default=0.0)
+            near = all(abs(one - two) <= 0.01 * size for one, two in zip(known, values, strict=False))
+            if len(known) != len(values) or (not near and not any(map(math.isnan, (*known, *values)))):
+                return (
+                    f"ranks {other} and {rank} hold different weights under the name {name}, and a checkpoint has one "
+                    "place for it: make it a DTensor that is sharded over these ranks, or give each its own name"
+                )
+    return None
 
 
 def _restore_optimizer(
