@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,10 +54,11 @@ __all__ = [
     "is_own_output",
     "landed_tensor",
     "multiply_all",
-    "node_arguments",
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "saved_operand",
+    "saved_operands",
     "set_grad_enabled",
     "silu",
     "storage_bytes",
@@ -196,10 +196,16 @@ def without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def node_arguments(*names: str) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads of a node what it has saved as these arguments; each has what autograd holds, ``data``, and its hook."""
-    getter = attrgetter(*(f"_raw_saved_{name}" for name in names))
-    return getter if len(names) > 1 else lambda node: (getter(node),)
+def saved_operand(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...]:
+    """What autograd holds as the one argument of a node's call; nothing if that went through other hooks, or none."""
+    saved = node._raw_saved_self
+    return (saved.data,) if saved.unpack_hook is unpack else ()
+
+
+def saved_operands(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...]:
+    """As :func:`saved_operand` for a call with two, which are saved together; None in place of one that is not."""
+    saved = node._raw_saved_self
+    return (saved.data, node._raw_saved_other.data) if saved.unpack_hook is unpack else ()
 
 
 def current_backward() -> int:

@@ -13,27 +13,27 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import GeluBackward, MulBackward, SiluBackward, node_arguments, silu
+from lowtide._torch_private import GeluBackward, MulBackward, SiluBackward, saved_operand, saved_operands, silu
 from lowtide.operators.kept import Kept
 
 __all__ = ["NodeCall", "read_node"]
 
-NodeCall: TypeAlias = tuple[Callable[..., Tensor], list[Any], dict[str, Any]]
+NodeCall: TypeAlias = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 """A function, what autograd holds in place of each tensor that it was given, and what else it was given."""
 
 
 class _Form(NamedTuple):
-    """Where a class of nodes has what its function was given."""
+    """How to read a class of nodes."""
 
     function: Callable[..., Tensor]
-    saved: Callable[[Any], tuple[Any, ...]]
+    operands: Callable[[Any, Callable[[Any], Tensor]], tuple[Any, ...]]
     options: tuple[str, ...] = ()
 
 
 _FORMS = {
-    GeluBackward: _Form(torch.nn.functional.gelu, node_arguments("self"), ("approximate",)),
-    MulBackward: _Form(torch.mul, node_arguments("self", "other")),
-    SiluBackward: _Form(silu, node_arguments("self")),
+    GeluBackward: _Form(torch.nn.functional.gelu, saved_operand, ("approximate",)),
+    MulBackward: _Form(torch.mul, saved_operands),
+    SiluBackward: _Form(silu, saved_operand),
 }
 _NO_OPTIONS: dict[str, Any] = {}
 
@@ -47,10 +47,8 @@ def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | Non
     form = _FORMS.get(type(node))
     if form is None or tensor._version or type(tensor) is not Tensor:  # a call in place counts as a write
         return None
-    saved = form.saved(node)
-    if saved[0].unpack_hook is not unpack:  # and the others are saved with the first, under the same hooks
-        return None
-    operands = [argument.data for argument in saved]
+    function, read, names = form
+    operands = read(node, unpack)
     for operand in operands:
         held = operand.kept if type(operand) is Kept else operand
         if type(held) is Tensor:
@@ -58,5 +56,5 @@ def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | Non
                 return None
         elif held is None or isinstance(held, Tensor):
             return None
-    options = {name: getattr(node, f"_saved_{name}") for name in form.options} if form.options else _NO_OPTIONS
-    return form.function, operands, options
+    options = {name: getattr(node, f"_saved_{name}") for name in names} if names else _NO_OPTIONS
+    return (function, operands, options) if operands else None

@@ -255,10 +255,11 @@ class Run:
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         """Do what was decided."""
-        if action.plain and tensor.is_cpu:
-            copied = copy_on_host(tensor, action.line)
-            if copied is not None:
-                return copied
+        if action.quick:
+            # The two that are worth being quick: neither needs to know by its place which tensor this is.
+            quick = self._repeated(tensor, action) if action.by_node else copy_on_host(tensor, action.line)
+            if quick is not None:
+                return quick
         decision = action.decision
         saved: Tensor | Saved | None = None
         if type(decision) is Keep:
@@ -267,8 +268,6 @@ class Run:
             self.change()
         elif action.by_node:
             saved = self._repeated(tensor, action)
-            if saved is not None and not action.reached:
-                return saved
         elif type(decision) is Swap:
             saved = self._swapped(tensor, action, decision)
         else:

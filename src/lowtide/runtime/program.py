@@ -40,13 +40,11 @@ class Action:
     """Whether it is the last of its storage, and so the first that backward asks for."""
     alone: bool
     """Whether nothing else will ask for its storage: no other saved tensor, no call to be repeated."""
-    plain: bool
-    """Whether it is swapped to host memory, alone, all of its storage and with nothing due: on the host itself, one
-    copy does it all."""
+    quick: bool
+    """Whether nothing is due here and it is rebuilt from its node, or is swapped to host memory, alone and all of its
+    storage: on the host itself, one copy does all of that."""
     by_node: bool
     """Whether it is rebuilt from what its node saved."""
-    reached: bool
-    """Whether something is due at its operator."""
     shared: bool
     """Whether its storage is saved more than once."""
     cast: bool
@@ -146,6 +144,8 @@ def compile_layer(
         final = last[pack.storage] == number
         shared = not final or first[pack.storage] != number
         alone = not shared and not captured
+        rebuilt = isinstance(decision, Recompute) and owner in by_node
+        plain = alone and isinstance(decision, Swap) and decision.tier == "host" and _dense(pack)
         actions.append(
             Action(
                 decision,
@@ -153,9 +153,8 @@ def compile_layer(
                 owner,
                 last=final,
                 alone=alone,
-                plain=alone and not reached and isinstance(decision, Swap) and decision.tier == "host" and _dense(pack),
-                by_node=isinstance(decision, Recompute) and owner in by_node,
-                reached=reached,
+                quick=not reached and (rebuilt or plain),
+                by_node=rebuilt,
                 shared=shared,
                 cast=pack.cast,
                 output=pack.output,

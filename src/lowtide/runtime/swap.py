@@ -193,6 +193,8 @@ def copy_on_host(tensor: Tensor, line: Line) -> _Copied | None:
 
     This path has to be short.
     """
+    if not tensor.is_cpu:
+        return None
     try:
         buffer = line.stash.pop()
     except IndexError:
