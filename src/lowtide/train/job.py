@@ -72,7 +72,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             model = build_model(shape, layers=stage.layers, first=stage.first, last=stage.last)
         model = model.to(getattr(torch, run.precision.parameters))
         divide_matrices(model, run, meshes)
-        divide_experts(model, run, meshes)
+        divide_experts(model, meshes)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
             handles.append((stage, apply(model, mine, layers="layers", partial=stage.total > 1)))
@@ -127,7 +127,7 @@ def _copied(models: Sequence[nn.Module], run: Run) -> list[nn.Module]:
     """DDP around each part, where ranks have copies of the model."""
     if run.degrees.replicate == 1 or run.degrees.shard > 1:
         return list(models)
-    return [nn.parallel.DistributedDataParallel(model) for model in models]
+    return [nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) for model in models]
 
 
 def stage_shapes(run: Run, shape: DecoderShape, stage: Stage) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from lowtide.runtime.receipt import Receipt
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.data.batches import batches_of
 from lowtide.train.data.source import source_of
+from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.job import Job, stage_shapes
 from lowtide.train.loss_scale import scale_of
 from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
@@ -92,6 +93,7 @@ class Loop:
             self.optimizers,
             scale_of(settings.runner_wrapper.scale_sense),
             objective,
+            self._experts(),
             self._pipeline(objective),
             self._at,
         )
@@ -102,6 +104,18 @@ class Loop:
             seed=run.seed,
             layout=str(run.degrees),
         )
+
+    def _experts(self) -> ExpertLoad:
+        shape = self.job.shape
+        experts = shape.experts.count if shape is not None and shape.experts is not None else 0
+        layers = self.run.placement.num_layers + self.settings.model.num_nextn_predict_layers
+        load = ExpertLoad(
+            self.job.models, self.meshes.data.get_group(), self.meshes.device, layers=layers, experts=experts
+        )
+        for callback in self.settings.callbacks:
+            if isinstance(callback, MoEDropRateCallback):
+                load.capacity = callback.capacity_factor
+        return load
 
     def _pipeline(self, objective: Objective) -> Pipeline | None:
         if self.run.degrees.pipeline == 1:
@@ -126,11 +140,11 @@ class Loop:
             stack.callback(self.data.close)
             if self.watchdog is not None:
                 stack.callback(self.watchdog.close)
-            monitors = self._monitors(begun, console)
+            monitors = self.monitors(begun, console)
             for monitor in monitors:
                 stack.callback(monitor.close)
             for step in range(begun + 1, self.last + 1):
-                record = self._one(step)
+                record = self.one(step)
                 for monitor in monitors:
                     monitor.step(record)
                 self._write_receipts(step)
@@ -168,7 +182,7 @@ class Loop:
         if path:
             load_weights(self.job.models, Path(path), rename=self.job.rename)
 
-    def _one(self, step: int) -> StepRecord:
+    def one(self, step: int) -> StepRecord:
         """One step, from its data to its record."""
         begin, self.number = time.perf_counter(), step
         consumed = int(self.state.progress["samples"])
@@ -195,6 +209,8 @@ class Loop:
             step_in_epoch=(step - 1) % in_epoch + 1,
             steps_in_epoch=in_epoch,
             loss=outcome.loss,
+            losses=outcome.losses,
+            drop_rates=outcome.drop_rates,
             seconds=seconds,
             learning_rate=rate,
             overflow=outcome.overflow,
@@ -206,7 +222,7 @@ class Loop:
             peak_bytes=_peak_bytes(),
         )
 
-    def _monitors(self, begun: int, console: Console | None) -> list[Monitor]:
+    def monitors(self, begun: int, console: Console | None) -> list[Monitor]:
         """What looks at each step. Every rank logs its lines; files and the terminal are rank 0's."""
         every = next((one.per_print_times for one in self.settings.callbacks if isinstance(one, MFLossMonitor)), 1)
         found: list[Monitor] = [

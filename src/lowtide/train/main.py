@@ -6,8 +6,9 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,42 +20,51 @@ from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.job import build_job
 from lowtide.train.logs import start_logging
 from lowtide.train.loop import Loop
-from lowtide.train.mesh import Meshes, make_meshes, process_group, world_size
+from lowtide.train.mesh import Meshes, make_meshes, process_group
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
 from lowtide.train.run_directory import RunDirectory, config_text, on_first_rank, open_run_directory
 
-__all__ = ["train"]
+__all__ = ["prepare", "train"]
+
+Overrides: TypeAlias = Mapping[tuple[str | int, ...], Any]
+"""Values of the file that the command line changes, by their path."""
 
 logger = logging.getLogger(__name__)
 
 
-def train(file: Path, overrides: Mapping[tuple[str | int, ...], Any], options: TrainOptions) -> int:
+def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
     """Train what ``file`` says, as one rank of those that were started; the exit code."""
-    check = check_file(file, layer_operators, overrides)
-    run = read_run(check, None if options.dry_run else world_size())
     if options.dry_run:
         from lowtide.train.dry_run import dry_run
 
-        return dry_run(run, check, as_json=options.json)
-    assert check.settings is not None
+        check = check_file(file, layer_operators, overrides)
+        return dry_run(read_run(check), check, as_json=options.json)
     with ExitStack() as stack:
-        device = stack.enter_context(process_group())
+        device = stack.enter_context(process_group(timedelta(seconds=options.timeout)))
         logs = start_logging(dist.get_rank(), options.log_dir, continued=options.restarted, redirect=options.redirect)
         stack.callback(logs.close)
-        meshes = make_meshes(run.degrees, device)
-        _seed(run, meshes)
-        checkpoints, every = _checkpoints(check, options)
-        newest = checkpoints.latest()
-        directory = on_first_rank(lambda: _open(check, overrides, options, newest))
-        _say(check, run, directory)
-        job = build_job(run, check.settings, check.policy, meshes)
-        loop = Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
+        loop = prepare(file, overrides, options, device)
         result = loop.train(logs.console)
-        checkpoints.close()
+        loop.checkpoints.close()
         if options.json and dist.get_rank() == 0:
             print(json.dumps(result))
     return 0
+
+
+def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: torch.device) -> Loop:
+    """Everything before the first step, in the process group that there is."""
+    check = check_file(file, layer_operators, overrides)
+    run = read_run(check, dist.get_world_size())
+    assert check.settings is not None
+    meshes = make_meshes(run.degrees, device)
+    _seed(run, meshes)
+    checkpoints, every = _checkpoints(check, options)
+    newest = checkpoints.latest()
+    directory = on_first_rank(lambda: _open(check, overrides, options, newest))
+    _say(check, run, directory)
+    job = build_job(run, check.settings, check.policy, meshes)
+    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
 
 
 def _seed(run: Run, meshes: Meshes) -> None:
@@ -84,9 +94,7 @@ def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]
     return Checkpoints(directory, keep=keep, asynchronous=asynchronous), every
 
 
-def _open(
-    check: Check, overrides: Mapping[tuple[str | int, ...], Any], options: TrainOptions, newest: Path | None
-) -> RunDirectory:
+def _open(check: Check, overrides: Overrides, options: TrainOptions, newest: Path | None) -> RunDirectory:
     text = Path(check.document.name).read_text(encoding="utf-8")
     directory = open_run_directory(
         options.run_directory,

@@ -10,13 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowtide._torch_private import flattened
+from lowtide._torch_private import HashStore, flattened
 from lowtide.train.run import Degrees
 
-__all__ = ["Meshes", "make_meshes", "process_group", "world_size"]
+__all__ = ["Meshes", "make_meshes", "process_group"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +43,8 @@ class Meshes:
         return self.data.get_local_rank() == 0 and self.tensor.get_local_rank() == 0
 
 
-def world_size() -> int:
-    """The number of processes that torchrun started; one without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextmanager
-def process_group(patience: timedelta = timedelta(minutes=30)) -> Iterator[torch.device]:
+def process_group(patience: timedelta) -> Iterator[torch.device]:
     """This rank's device, in a process group of all ranks; one process alone is a group too."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = "gloo"
@@ -86,6 +80,10 @@ def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
         inner = ("shard",) if degrees.expert == 1 else ("expert_sharded", "expert")
         data = flattened(world, ("replicate", *inner), "data")
         sharded = world["replicate", "shard"] if degrees.shard > 1 else data
+    expert_sharded: DeviceMesh | None = None
+    if degrees.expert > 1:
+        names = ("replicate", "expert_sharded") if degrees.replicate > 1 else ("expert_sharded",)
+        expert_sharded = world[names]
     return Meshes(
         device=device,
         data=data,
@@ -93,5 +91,5 @@ def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
         tensor=world["tensor"],
         pipeline=world["pipeline"],
         expert=world["expert"] if degrees.expert > 1 else None,
-        expert_sharded=world["expert_sharded"] if degrees.expert > 1 else None,
+        expert_sharded=expert_sharded,
     )

@@ -29,7 +29,6 @@ class Objective:
         self.ranks = run.degrees.data if run.update.sum_gradients else 1
         self.per_token: Tensor | None = None
         self.scale = 1.0
-        self.factor = 1.0 / run.micro_steps
 
     def begin(self, labels: Sequence[Tensor], scale: float) -> None:
         """A step begins: ``labels`` of all its micro batches on this rank, and the factor on the loss."""
@@ -39,13 +38,18 @@ class Objective:
             dist.all_reduce(tokens, group=self.data)
             self.per_token = self.run.degrees.data / tokens.clamp(min=1)
 
+    @property
+    def weight(self) -> float:
+        """What the mean loss of a micro batch is multiplied by."""
+        return self.scale * self.ranks / self.run.micro_steps
+
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The weighed loss of one micro batch; its backward gives the gradients."""
         flat = labels.flatten()
         total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
         if self.per_token is not None:
             return total * self.per_token * (self.scale * self.ranks)
-        return total / (flat != IGNORED).sum().clamp(min=1) * (self.factor * self.scale * self.ranks)
+        return total / (flat != IGNORED).sum().clamp(min=1) * self.weight
 
     def value(self, losses: Tensor) -> Tensor:
         """What the sum of this rank's weighed losses means: its share of the step's loss, before any scaling."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lowtide.config.schema import Settings
 from lowtide.train.learning_rate import Schedule, groups_of, schedule_of
@@ -52,20 +54,22 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     rates: list[tuple[dict[str, Any], Schedule]] = []
     for part in parts:
-        groups: dict[tuple[Schedule, bool], list[nn.Parameter]] = {}
+        # One kernel updates a whole group, so its parameters must be divided over the same ranks.
+        groups: dict[tuple[Schedule, bool, DeviceMesh | None], list[nn.Parameter]] = {}
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
-                groups.setdefault((schedules.get(name, default), parameter.dim() > 1), []).append(parameter)
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                groups.setdefault((schedules.get(name, default), parameter.dim() > 1, mesh), []).append(parameter)
         optimizer = torch.optim.AdamW(
             [
                 {"params": parameters, "weight_decay": given.weight_decay if decays else 0.0}
-                for (_, decays), parameters in groups.items()
+                for (_, decays, _), parameters in groups.items()
             ],
             lr=default(0),
             betas=betas,
             eps=given.eps,
             fused=next(part.parameters()).device.type in FUSED or None,
         )
-        rates += [(group, schedule) for group, (schedule, _) in zip(optimizer.param_groups, groups, strict=True)]
+        rates += [(group, schedule) for group, (schedule, *_) in zip(optimizer.param_groups, groups, strict=True)]
         optimizers.append(optimizer)
     return optimizers, LearningRates(default, rates)

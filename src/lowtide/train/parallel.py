@@ -12,12 +12,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
 from lowtide.models.decoder import Decoder
+from lowtide.models.latent import LatentAttention
+from lowtide.models.moe import Experts, MixtureOfExperts, distribute_experts
 from lowtide.train.mesh import Meshes
 from lowtide.train.run import Run
 
@@ -27,14 +30,17 @@ _COLUMNS = (
     "attention.wq",
     "attention.wk",
     "attention.wv",
+    "attention.linear_q_up_proj",
+    "attention.linear_kv_up_proj",
     "feed_forward.w1",
     "feed_forward.w3",
+    "feed_forward.shared_experts.w1",
+    "feed_forward.shared_experts.w3",
 )
 """Matrices of a layer whose outputs are divided, where it has them."""
-_ROWS = ("attention.wo", "feed_forward.w2")
+_ROWS = ("attention.wo", "attention.linear_proj", "feed_forward.w2", "feed_forward.shared_experts.w2")
 """Matrices of a layer whose inputs are divided."""
 _NORMS = ("attention_norm", "ffn_norm")
-_BLOCKS = ("attention", "feed_forward")
 
 
 def divide_matrices(model: Decoder, run: Run, meshes: Meshes) -> None:
@@ -51,21 +57,25 @@ def divide_matrices(model: Decoder, run: Run, meshes: Meshes) -> None:
         ends["norm"] = SequenceParallel(use_local_output=True)
     parallelize_module(model, mesh, _present(model, ends))
     for layer in model.layers.values():
+        routed = isinstance(layer.feed_forward, MixtureOfExperts)
         plan: dict[str, Any] = dict.fromkeys(_COLUMNS, ColwiseParallel())
         plan.update(dict.fromkeys(_ROWS, RowwiseParallel(output_layouts=between)))
+        # Routed experts are whole on every rank: their block's output is joined, and divided again behind it.
+        plan["feed_forward.shared_experts.w2"] = RowwiseParallel(output_layouts=Replicate())
         if sequence:
             plan.update(dict.fromkeys(_NORMS, SequenceParallel(use_local_output=True)))
-            plan.update((name, _gather(layer, name)) for name in _BLOCKS)
+            plan["attention"] = PrepareModuleInput(
+                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None), use_local_output=True
+            )
+            plan["feed_forward"] = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+            )
         parallelize_module(layer, mesh, _present(layer, plan))
-
-
-def _gather(layer: nn.Module, name: str) -> Any:
-    """Join the sequence again before a block; a block with experts also has to divide it again behind them."""
-    return PrepareModuleInput(
-        input_layouts=(Shard(1), None)[: 2 if name == "attention" else 1],
-        desired_input_layouts=(Replicate(), None)[: 2 if name == "attention" else 1],
-        use_local_output=True,
-    )
+        if sequence and routed:
+            divided = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+            parallelize_module(layer, mesh, {"feed_forward": divided})
+        if isinstance(layer.attention, LatentAttention):
+            layer.attention.tensor_mesh = mesh
 
 
 def _present(module: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
@@ -73,11 +83,10 @@ def _present(module: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     return {name: style for name, style in plan.items() if name in names}
 
 
-def divide_experts(model: Decoder, run: Run, meshes: Meshes) -> None:
+def divide_experts(model: Decoder, meshes: Meshes) -> None:
     """Expert parallel: each rank keeps its share of the experts of every layer."""
-    if meshes.expert is None:
-        return
-    raise NotImplementedError
+    if meshes.expert is not None:
+        distribute_experts(model, meshes.expert)
 
 
 def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Run, meshes: Meshes) -> None:
@@ -94,5 +103,17 @@ def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Run, meshes: 
         "offload_policy": CPUOffloadPolicy() if run.offload else OffloadPolicy(),
     }
     for layer in layers:
+        for module in layer.modules():
+            if meshes.expert_sharded is not None and isinstance(module, Experts):
+                _share_experts(module, run, settings | {"mesh": meshes.expert_sharded})
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
+
+
+def _share_experts(experts: Experts, run: Run, settings: dict[str, Any]) -> None:
+    """Experts that are divided over ranks are shared among those that have the same ones only."""
+    ranks, held = run.degrees.shard // run.degrees.expert, experts.w1.weight.shape[0] // run.degrees.expert
+    by_expert = held % ranks == 0  # otherwise each expert's matrices are divided
+    shared = fully_shard(experts, shard_placement_fn=None if by_expert else lambda parameter: Shard(1), **settings)
+    # Tokens of all data-parallel ranks have come to these experts: their gradients are a sum over all of them.
+    shared.set_gradient_divide_factor(float(run.degrees.data))

@@ -12,7 +12,6 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -21,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from lowtide._torch_private import PrefixStore, TCPStore
 from lowtide.errors import LaunchError
 from lowtide.train.options import ROUND
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.train.clip import clip, global_norm, scale_gradients
 from lowtide.train.data.batches import Batch
+from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.loss_scale import Scale
 from lowtide.train.mesh import Meshes
 from lowtide.train.objective import Objective
@@ -30,6 +31,9 @@ class Outcome:
     """What a step came to, the same on every rank."""
 
     loss: float
+    losses: dict[str, float]
+    """Its parts by name, where it has more than one."""
+    drop_rates: dict[int, float]
     global_norm: float | None
     overflow: bool
     skipped: bool
@@ -47,11 +51,13 @@ class Step:
         optimizers: Sequence[torch.optim.Optimizer],
         scale: Scale,
         objective: Objective,
+        experts: ExpertLoad,
         pipeline: Pipeline | None,
         place: Place = lambda where: None,
     ) -> None:
         self.run, self.meshes, self.parts, self.optimizers = run, meshes, parts, optimizers
-        self.scale, self.objective, self.pipeline, self.place = scale, objective, pipeline, place
+        self.scale, self.objective, self.experts = scale, objective, experts
+        self.pipeline, self.place = pipeline, place
         self.parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
         self.guarded = run.update.scaled or run.update.skip_norm is not None
         self.needs_norm = self.guarded or run.update.max_norm is not None
@@ -60,6 +66,7 @@ class Step:
         """Train on the micro batches of one step."""
         scale = self.scale.value
         self.objective.begin([batch.labels for batch in batches], scale)
+        self.experts.begin(self.objective.weight)
         self.place("pipeline" if self.pipeline else "forward and backward")
         losses = self._pipelined(batches) if self.pipeline else self._accumulated(batches)
         self.place("gradient norm")
@@ -77,8 +84,13 @@ class Step:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.place("loss")
+        main, told = self._summed(losses)
+        auxiliary = float(told[0]) / self.run.micro_steps if self.experts.parts else None
+        self.experts.end()
         return Outcome(
-            loss=self._mean(losses),
+            loss=main + (auxiliary or 0.0),
+            losses={"lm": main, "auxiliary": auxiliary} if auxiliary is not None else {},
+            drop_rates=self.experts.drop_rates(told),
             global_norm=float(norm) if norm is not None else None,
             overflow=overflow,
             skipped=skipped,
@@ -122,11 +134,16 @@ class Step:
             return None
         return global_norm(self.parameters, stages=self.run.degrees.pipeline, device=self.meshes.device)
 
-    def _mean(self, losses: Tensor) -> float:
-        """The loss over all ranks: those without the last pipeline stage have nothing to add."""
-        value = self.objective.value(losses).to(torch.float32).reshape(1)
+    def _summed(self, losses: Tensor) -> tuple[float, Tensor]:
+        """The loss over all ranks, and what their routers tell: one small all-reduce.
+
+        Ranks without the last pipeline stage, or without routers, have zeros to add.
+        """
+        loss = self.objective.value(losses).to(torch.float32).reshape(1)
+        value = torch.cat((loss, self.experts.told().to(torch.float32)))
         dist.all_reduce(value)
-        return float(value / (self.run.degrees.data * self.run.degrees.tensor))
+        value = (value / (self.run.degrees.data * self.run.degrees.tensor)).cpu()
+        return float(value[0]), value[1:]
 
 
 @contextmanager
