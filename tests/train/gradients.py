@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from lowtide.train.clip import clip, global_norm
 
 RANKS = 4
+PATIENCE = 300  # seconds; the machine is shared
 SHAPES = [(7, 5), (8,), (1, 3), (6, 4, 2), (2, 2)]
 """Some cannot be divided evenly by four, and one rank or more has nothing of the third."""
 
@@ -193,12 +194,13 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def measured(directory: Path) -> dict[str, list[tuple[float, float]]]:
     """For each layout the norm on each rank, and the norm after clipping to 1."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # the server imports torch once for all four
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
     processes = [context.Process(target=_rank, args=(rank, directory), daemon=True) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(PATIENCE)
         if process.is_alive():
             process.kill()
     found = [pickle.loads((directory / f"{rank}").read_bytes()) for rank in range(RANKS)]
@@ -209,7 +211,11 @@ def _rank(rank: int, directory: Path) -> None:
     os.environ.update(OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=PATIENCE),
     )
     result = {name: _norms(layout()) for name, layout in LAYOUTS.items()}
     model = trained(divided=True)

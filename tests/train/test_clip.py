@@ -14,31 +14,21 @@ from lowtide.train.clip import clip, global_norm, scale_gradients
 from train import gradients
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
-    return gradients.measured(Path(tmp_path_factory.mktemp("clip")))
-
-
 def whole() -> list[nn.Parameter]:
     return [gradients.parameter(one) for one in gradients.gradients()]
 
 
-@pytest.mark.xdist_group("clip")
-@pytest.mark.parametrize("layout", gradients.LAYOUTS)
-def test_every_layout_has_the_norm_of_one_process(layout: str, measured: dict[str, list[tuple[float, float]]]) -> None:
+def test_every_layout_has_the_norm_of_one_process(tmp_path: Path) -> None:
+    """All layouts in one test: four processes take long to start."""
+    measured = gradients.measured(tmp_path)
     expected = torch.nn.utils.get_total_norm([one.grad for one in whole() if one.grad is not None]).item()
     assert global_norm(whole()).item() == pytest.approx(expected, rel=1e-6)
-    for before, after in measured[layout]:
-        assert before == pytest.approx(expected, rel=1e-6)
-        assert after == pytest.approx(1.0, rel=1e-5)
-    assert len(set(measured[layout])) == 1  # bitwise the same on every rank
-
-
-@pytest.mark.xdist_group("clip")
-def test_a_trained_model_has_the_same_norm_divided_and_whole(
-    measured: dict[str, list[tuple[float, float]]],
-) -> None:
-    """Tensor and sequence parallel in FSDP2: a weight is divided twice in its first dimension, norms once."""
+    for layout in gradients.LAYOUTS:
+        for before, after in measured[layout]:
+            assert before == pytest.approx(expected, rel=1e-6), layout
+            assert after == pytest.approx(1.0, rel=1e-5), layout
+        assert len(set(measured[layout])) == 1, f"{layout}: not bitwise the same on every rank"
+    # A model after a real backward: a weight is divided twice in its first dimension, and norms once.
     expected = global_norm(gradients.trained(divided=False).parameters()).item()
     for before, after in measured["a model"]:
         assert before == pytest.approx(expected, rel=1e-5)
