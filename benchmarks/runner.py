@@ -165,7 +165,7 @@ def bare_loop(layout: str) -> Any:
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
     else:
-        called = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        called = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
     decaying = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from ranks import Ranks
 
 # Two noisy cores: time says nothing about an example, and a failure must come again.
 settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lowtide")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes, kept for all tests."""
+    both = Ranks(2)
+    yield both
+    both.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four processes, kept for all tests."""
+    all_four = Ranks(4)
+    yield all_four
+    all_four.stop()

@@ -9,8 +9,8 @@ from torch import nn
 from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise
 from models import layouts
-from models.ranks import Ranks
 from models.shapes import built, llama, loss_of, tokens
+from ranks import Ranks
 
 
 @pytest.mark.xdist_group("four ranks")

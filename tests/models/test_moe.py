@@ -21,8 +21,8 @@ from lowtide.models.router import (
     update_expert_bias,
 )
 from models import layouts
-from models.ranks import Ranks
 from models.shapes import built, deepseek, loss_of, tokens
+from ranks import Ranks
 
 WIDTH = 12
 

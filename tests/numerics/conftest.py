@@ -1,21 +1,13 @@
-"""The two processes, kept for all tests."""
+"""What programs give without lowtide, kept for all tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from numerics.ranks import Ranks
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Two processes."""
-    both = Ranks()
-    yield both
-    both.stop()
+from ranks import Ranks
 
 
 @pytest.fixture(scope="session")

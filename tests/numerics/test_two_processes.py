@@ -9,7 +9,7 @@ import pytest
 
 from numerics import layouts
 from numerics.policies import every_policy
-from numerics.ranks import Ranks
+from ranks import Ranks
 
 ROWS: dict[str, Callable[..., Any]] = {
     "DDP": layouts.ddp,

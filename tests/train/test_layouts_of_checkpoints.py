@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,10 @@ from safetensors.torch import save_file
 
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.state import difference_between
-from numerics.ranks import Ranks
+from ranks import Ranks
 from train import checkpoint_programs as programs
 
 pytestmark = pytest.mark.xdist_group("checkpoint ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    both = Ranks()
-    yield both
-    both.stop()
 
 
 def union(*found: dict[str, str]) -> dict[str, str]:

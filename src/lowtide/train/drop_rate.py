@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lowtide.train.record import StepRecord
-
-if TYPE_CHECKING:
-    from lowtide.config.schema.callbacks import MoEDropRateCallback
-
-__all__ = ["DropRateMonitor", "drop_rate", "line", "mean_drop_rates", "summed_drop_rates"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["drop_rate", "line", "mean_drop_rates", "summed_drop_rates"]
 
 
 def drop_rate(fractions: Tensor | Sequence[float] | Sequence[Sequence[float]], capacity_factor: float) -> float | None:
@@ -53,20 +44,3 @@ def mean_drop_rates(summed: Tensor) -> dict[int, float]:
 def line(layer: int, rate: float) -> str:
     """The line of one layer, in the words of the MindSpore Transformers guide."""
     return f"layer: {layer}, drop_rate: {rate:.5f}"
-
-
-class DropRateMonitor:
-    """Logs the rate of each layer at the end of each step."""
-
-    def __init__(self, settings: MoEDropRateCallback, log: Callable[[str], None] = logger.info) -> None:
-        self.layers = (settings.num_layers or 0) + (settings.mtp_depth or 0)
-        self.log = log
-
-    def step(self, record: StepRecord) -> None:
-        """Log the layers that routed anything, in order."""
-        for layer in range(self.layers):
-            if layer in record.drop_rates:
-                self.log(line(layer, record.drop_rates[layer]))
-
-    def close(self) -> None:
-        """Nothing is open."""

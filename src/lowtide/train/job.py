@@ -127,7 +127,7 @@ def _copied(models: Sequence[nn.Module], run: Run) -> list[nn.Module]:
     """DDP around each part, where ranks have copies of the model."""
     if run.degrees.replicate == 1 or run.degrees.shard > 1:
         return list(models)
-    return [nn.parallel.DistributedDataParallel(model, broadcast_buffers=False) for model in models]
+    return [nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False) for model in models]
 
 
 def stage_shapes(run: Run, shape: DecoderShape, stage: Stage) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from lowtide.train.drop_rate import line
 from lowtide.train.record import StepRecord
 
 __all__ = ["DropRate"]
@@ -17,7 +18,7 @@ class DropRate:
     def step(self, record: StepRecord) -> None:
         """Log the step's rates."""
         for layer, rate in sorted(record.drop_rates.items()):
-            logger.info("layer: %d, drop_rate: %.5f", layer, rate)
+            logger.info("%s", line(layer, rate))
 
     def close(self) -> None:
         """Nothing is open."""

@@ -1,4 +1,4 @@
-"""Two processes that stay up and run programs together, over gloo on loopback."""
+"""Processes that stay up and run programs together, over gloo on loopback."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-SIZE = 2
-PATIENCE = 60  # seconds; the machine is shared
+PATIENCE = 90  # seconds; the machine is shared
 
 
 class Ranks:
-    """The two processes. They start with the first program, and anew after one that failed."""
+    """The processes. They start with the first program, and anew after one that failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
 
@@ -51,17 +51,17 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
-        for rank in range(SIZE):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.processes.append(process)
             self.pipes.append(ours)
 
 
-def _serve(rank: int, port: int, pipe: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(SIZE))
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     import tide
 

@@ -1,0 +1,36 @@
+"""Whole runs of the runner inside a process group that stays up."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from layouts import MODELS
+from lowtide.train.main import prepare
+from lowtide.train.options import TrainOptions
+
+
+def train(model: str, settings: dict[str, Any], steps: int = 3, device: str = "cpu") -> list[tuple[float, float]]:
+    """The losses and norms of a few steps, on every rank that calls this."""
+    box = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(box)
+    directory = Path(box[0])
+    file = directory / "run.yaml"
+    if dist.get_rank() == 0:
+        file.write_text(MODELS[model])
+    dist.barrier()
+    overrides = {tuple(key.split(".")): value for key, value in settings.items()}
+    options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
+    loop = prepare(file, overrides, options, torch.device(device))
+    records = [loop.one(step) for step in range(1, steps + 1)]
+    loop.data.close()
+    loop.checkpoints.close()
+    for _, handle in loop.job.handles:
+        handle.remove()
+    return [(record.loss, record.global_norm or 0.0) for record in records]

@@ -1,0 +1,63 @@
+"""Every layout trains what one process trains."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import Ranks
+from train import runs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from layouts import LAYOUTS, MODELS, SHARD, Layout, data, pipeline
+
+pytestmark = pytest.mark.xdist_group("layouts")
+
+OPTIMIZER = "parallel.parallel_optimizer_config"
+MORE = (
+    Layout("gpipe", 2, {**pipeline(), "parallel.pipeline_config.pipeline_scheduler": "gpipe"}),
+    Layout("per token", 2, {**data(2, 2), **SHARD, "runner_wrapper.calculate_per_token_loss": True}),
+    Layout("each micro step reduced", 2, {**data(2, 2), **SHARD, f"{OPTIMIZER}.gradient_accumulation_shard": True}),
+    Layout("fixed loss scale", 2, {**data(2, 2), "runner_wrapper.scale_sense": 1024.0}),
+    Layout("everything recomputed", 2, {**data(2, 2), **SHARD, "recompute_config.recompute": True}),
+    Layout("attention swapped", 2, {**pipeline(), "swap_config.swap": True}),
+)
+
+
+@pytest.fixture(scope="session")
+def alone() -> Any:
+    """What one process trains, each model once."""
+    one = Ranks(1)
+
+    @cache
+    def run(model: str, micro_steps: int = 4) -> list[tuple[float, float]]:
+        return one.run(runs.train, model, data(1, micro_steps))[0]
+
+    yield run
+    one.stop()
+
+
+def close(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    for (loss, norm), (other_loss, other_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-6)
+        assert norm == pytest.approx(other_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_trains_what_one_process_trains(
+    model: str, layout: Layout, alone: Any, ranks: Ranks, four_ranks: Ranks
+) -> None:
+    if layout.only not in (None, model):
+        pytest.skip("the model has no experts")
+    for found in (ranks if layout.processes == 2 else four_ranks).run(runs.train, model, layout.settings):
+        close(found, alone(model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_accumulated_micro_steps_are_one_large_batch(model: str, alone: Any) -> None:
+    close(alone(model, micro_steps=1), alone(model))

@@ -1,0 +1,102 @@
+"""What a training file asks for, on as many processes as there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowtide.config.check import check_text
+from lowtide.errors import ConfigError
+from lowtide.operators.names import layer_operators
+from lowtide.train.pipeline import stages_of
+from lowtide.train.run import Degrees, Run, read_run
+
+GRAPH = """
+model: {model_config: {num_layers: 4, seq_length: 16}}
+"""
+NEWER = """
+training: {steps: 10, local_batch_size: 2}
+parallelism: {}
+model: {num_hidden_layers: 4, seq_length: 16}
+"""
+
+
+def run_of(text: str, world: int | None = None, **overrides: Any) -> Run:
+    paths = {tuple(key.split("__")): value for key, value in overrides.items()}
+    return read_run(check_text(text, layer_operators, paths), world)
+
+
+def test_without_parallel_settings_all_processes_share_the_data() -> None:
+    assert run_of(GRAPH, 8).degrees == Degrees(replicate=8)
+    assert run_of(NEWER, 8).degrees == Degrees(shard=8)
+
+
+def test_the_parallel_optimizer_shares_parameters_too() -> None:
+    sharded = {"parallel__enable_parallel_optimizer": True, "parallel_config__data_parallel": 8}
+    assert run_of(GRAPH, 8, **sharded).degrees == Degrees(shard=8)
+    size = {"parallel__parallel_optimizer_config__optimizer_weight_shard_size": 2}
+    assert run_of(GRAPH, 8, **sharded, **size).degrees == Degrees(replicate=4, shard=2)
+
+
+def test_ddp_gives_way_to_fsdp_beside_tensor_parallel_and_says_so() -> None:
+    run = run_of(GRAPH, 4, parallel_config__data_parallel=2, parallel_config__model_parallel=2)
+    assert run.degrees == Degrees(shard=2, tensor=2)
+    assert any("FSDP" in note for note in run.notes)
+
+
+def test_too_few_processes_are_an_error_that_says_how_many_to_start() -> None:
+    with pytest.raises(ConfigError, match=r"asks for 6 processes.*and 4 were started; start 6"):
+        run_of(GRAPH, 4, parallel_config__data_parallel=3, parallel_config__pipeline_stage=2)
+
+
+def test_accumulation_has_no_effect_under_pipelining_and_micro_batches_have() -> None:
+    more = {"runner_config__gradient_accumulation_steps": 4, "runner_config__batch_size": 2}
+    assert run_of(GRAPH, 1, **more).micro_steps == 4
+    pipelined = {"parallel_config__pipeline_stage": 2, "parallel_config__micro_batch_num": 6}
+    assert run_of(GRAPH, 2, **more, **pipelined).micro_steps == 6
+
+
+def test_a_step_is_the_global_batch_of_the_newer_layout() -> None:
+    run = run_of(NEWER, 4, training__global_batch_size=24)
+    assert (run.micro_steps, run.samples_per_step, run.steps) == (3, 24, 10)
+    with pytest.raises(ConfigError, match="expected a multiple of local_batch_size 2 x 4"):
+        run_of(NEWER, 4, training__global_batch_size=20)
+
+
+def test_context_parallel_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not divide sequences"):
+        run_of(GRAPH, 2, parallel_config__context_parallel=2)
+
+
+def test_experts_must_divide_the_data_parallel_ranks() -> None:
+    with pytest.raises(ConfigError, match="does not divide the 4"):
+        run_of(GRAPH, 4, parallel_config__data_parallel=4, parallel_config__expert_parallel=3)
+
+
+def test_the_stages_of_all_ranks_have_every_layer_once_where_the_placement_has_it() -> None:
+    run = run_of(
+        GRAPH,
+        5,
+        model__model_config__num_layers=48,
+        model__model_config__pp_interleave_num=2,
+        model__model_config__offset=[[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
+        parallel_config__pipeline_stage=5,
+    )
+    stages = [stages_of(run.placement, rank) for rank in range(5)]
+    assert run.schedule == "interleaved"
+    assert [stage.number for stage in stages[2]] == [2, 7]
+    assert [len(stage.layers) for rank in stages for stage in rank] == [4, 5, 5, 5, 5, 5, 5, 5, 5, 4]
+    in_order = sorted((stage for rank in stages for stage in rank), key=lambda stage: stage.number)
+    assert [layer for stage in in_order for layer in stage.layers] == list(range(48))
+    assert [stage.first for stage in in_order] == [True] + [False] * 9
+    assert [stage.last for stage in in_order] == [False] * 9 + [True]
+
+
+def test_zero_bubble_v_folds_the_second_chunk_back() -> None:
+    folded = {"parallel__pipeline_config__pipeline_scheduler": "zero_bubble_v"}
+    pipelined = {"parallel_config__pipeline_stage": 2, "model__model_config__pp_interleave_num": 2}
+    run = run_of(GRAPH, 2, **folded, **pipelined)
+    assert run.schedule == "zero_bubble_v"
+    assert [stage.number for stage in stages_of(run.placement, 0)] == [0, 3]
+    assert [stage.layers for stage in stages_of(run.placement, 1)] == [(1,), (2,)]
