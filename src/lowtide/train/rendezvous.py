@@ -12,7 +12,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not re-exported
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
