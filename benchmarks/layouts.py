@@ -167,9 +167,7 @@ def train(model: str, layout: Layout, steps: int, directory: Path) -> Curve:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     lines = [json.loads(line) for line in (place / "output" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), lines
-    return Curve(
-        [line["loss"] for line in lines], [line["global_norm"] for line in lines], time.perf_counter() - begin
-    )
+    return Curve([line["loss"] for line in lines], [line["global_norm"] for line in lines], time.perf_counter() - begin)
 
 
 def difference(first: list[float], second: list[float]) -> float:
