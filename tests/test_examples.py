@@ -12,7 +12,9 @@ from ruamel.yaml import YAML
 
 from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
 from lowtide.config.check import check_file
+from lowtide.models.shape import shape_of
 from lowtide.operators.names import layer_operators
+from lowtide.train.run import read_run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SWAPS = [case.text for case in SWAP_CASES.values()]
@@ -47,7 +49,7 @@ def test_an_example_names_itself_in_the_commands_it_gives(file: Path) -> None:
     assert named == {file.name}
     check = check_file(file, layer_operators)
     assert check.settings is not None
-    assert check.settings.model.vocab_size is not None  # it has a whole model, not a fragment
+    assert shape_of(check.settings).num_layers == read_run(check).placement.num_layers  # a whole model and a whole run
     assert not [problem for problem in check.problems.warnings if "no effect in layers" not in problem.message]
 
 

@@ -90,6 +90,7 @@ def test_a_process_that_torchrun_started_is_a_rank(file: Path, monkeypatch: pyte
         (["FILE", "--use_parallel", "False", "--nproc", "2"], 1, "give one of them"),
         (["FILE", "--resume", "auto", "--fresh"], 2, "give one of them"),
         (["FILE", "--nnodes", "2", "--nproc", "1"], 1, "--master-addr"),
+        (["FILE", "--nproc", "2", "--set", "parallel_config.pipeline_stage=3"], 1, "3"),
         (["FILE", "--run_mode", "predict"], 1, "lowtide trains; it does not predict"),
         (["FILE", "--set", "recompute_config.recompte=1"], 1, "recompute"),
     ],

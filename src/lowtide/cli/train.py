@@ -225,6 +225,9 @@ def train(
 
             code = run(path, values, options)
         else:
+            from lowtide.train.run import read_run
+
+            read_run(check, settings.processes * settings.nodes)  # what does not fit is said here, not by every rank
             code = launch("lowtide", _arguments(path, values, options), settings)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)

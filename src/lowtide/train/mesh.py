@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowtide._torch_private import HashStore, flattened
+from lowtide._torch_private import flattened
 from lowtide.train.run import Degrees
 
 __all__ = ["Meshes", "make_meshes", "process_group"]
@@ -57,7 +57,8 @@ def process_group(patience: timedelta) -> Iterator[torch.device]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=patience)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, not re-exported
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=patience)
     try:
         yield device
     finally:

@@ -12,6 +12,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not re-exported
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -20,7 +21,6 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from lowtide._torch_private import PrefixStore, TCPStore
 from lowtide.errors import LaunchError
 from lowtide.train.options import ROUND
 

@@ -106,7 +106,11 @@ def open_run_directory(
     start: Path | None = None
     if restarted:
         start = checkpoint or (_existing(resume) if resume not in (None, "auto") else None)
-        reason = f"started again by torchrun: continues from {start}" if start else "started again by torchrun"
+        reason = (
+            f"was started again after a failure: continues from {start}"
+            if start
+            else "was started again after a failure"
+        )
     elif fresh:
         aside = _move_aside(path) if used else None
         reason = "starts from the beginning" + (f"; the earlier run is in {aside}" if aside else "")
