@@ -3,15 +3,17 @@
     python benchmarks/crash.py --json
     python benchmarks/crash.py --quick
 
-Two ranks train under FSDP2 and save a checkpoint every few steps, at each start either synchronously or
-asynchronously. SIGKILL hits the whole job or one rank (the other follows a moment later), at a random moment or, for a
-fifth of the kills, while an uncommitted checkpoint is on the disk. The job is started again until its run is finished.
+``lowtide train`` runs on two ranks under FSDP2 and saves a checkpoint every few steps, at each start either
+synchronously or asynchronously. SIGKILL hits the whole job or one rank (the other follows a moment later), at a random
+moment or, for a fifth of the kills, while an uncommitted checkpoint is on the disk. The job is started again until its
+run is finished.
 
 Counted are: committed checkpoints that a resume did not reach (``lost_committed``: a rank had been told that it was
 committed); starts that could not load, and committed directories that a separate process could not load
 (``unloadable``); losses, norms and states that are not bit by bit those of the undisturbed run
 (``resume_not_bitwise``); and runs whose samples, each step counted once, are not exactly those of the undisturbed run
-(``samples_duplicated_or_skipped``).
+(``samples_duplicated_or_skipped``); and runs whose ``metrics.jsonl`` is not that of the undisturbed run
+(``metrics_wrong``).
 
 SIGKILL leaves the operating system up: what it has taken over it still writes. A power cut is not tried here.
 """
@@ -24,6 +26,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -36,9 +39,10 @@ from rich.console import Console
 from rich.table import Table
 
 from crash_job import RANKS, Job, inspect, start
+from lowtide.train.commit import checkpoints_in
 
 KILLS, QUICK = 200, 20
-STEPS, QUICK_STEPS = 60, 24
+EPOCHS, QUICK_EPOCHS = 5, 2
 PATIENCE = 120.0  # seconds without an end: the job hangs
 
 
@@ -56,8 +60,12 @@ class Attempt:
     """Whether an uncommitted checkpoint was left."""
     lines: list[list[dict[str, Any]]] = field(default_factory=list)
     """What each rank said."""
+    steps: list[int] = field(default_factory=list)
+    """The steps of the checkpoints that were committed when it had ended."""
+    metrics: list[Any] = field(default_factory=list)
+    """Steps and losses in the run's ``metrics.jsonl``, when it is finished."""
     contents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What a separate process found in each committed checkpoint."""
+    """What a separate process found in each of them, where one looked."""
 
 
 @dataclass
@@ -68,6 +76,7 @@ class Findings:
     unloadable: list[str] = field(default_factory=list)
     resume_not_bitwise: list[str] = field(default_factory=list)
     samples_duplicated_or_skipped: list[str] = field(default_factory=list)
+    metrics_wrong: list[str] = field(default_factory=list)
 
 
 def main() -> int:
@@ -75,22 +84,26 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} kills instead of {KILLS}")
     parser.add_argument("--kills", type=int, metavar="NUMBER", help="as many kills")
+    parser.add_argument("--minutes", type=float, default=60.0, metavar="NUMBER", help="no new run after so long")
     parser.add_argument("--seed", type=int, default=0, metavar="NUMBER", help="other moments")
     arguments = parser.parse_args()
     kills = arguments.kills or (QUICK if arguments.quick else KILLS)
-    steps = QUICK_STEPS if kills <= QUICK else STEPS
+    epochs = QUICK_EPOCHS if kills <= QUICK else EPOCHS
     console, begin, dice = Console(stderr=True, width=120), time.perf_counter(), random.Random(arguments.seed)
     directory = Path(tempfile.mkdtemp(prefix="lowtide-crash-"))
     try:
-        reference = undisturbed(directory, steps)
+        reference = undisturbed_run(directory, epochs)
         runs: list[list[Attempt]] = []
         findings = Findings()
         while (left := kills - sum(one.killed is not None for run in runs for one in run)) > 0:
+            if time.perf_counter() - begin > 60 * arguments.minutes:
+                break
             number = len(runs)
             saves = sum(one.during_save for run in runs for one in run)
-            run = disturbed(directory / f"run_{number}", steps, left, kills // 5 - saves, dice)
+            run = disturbed(directory / f"run_{number}", epochs, left, kills // 5 - saves, dice)
             compare(f"run {number}", run, reference, findings)
             runs.append(run)
+            console.print(f"run {number}: {len(run)} starts", highlight=False)
             shutil.rmtree(directory / f"run_{number}")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -116,27 +129,27 @@ def main() -> int:
     return 1 if any(vars(findings).values()) else 0
 
 
-def undisturbed(directory: Path, steps: int) -> list[list[dict[str, Any]]]:
-    """What each rank says when nobody disturbs it."""
-    job = Job(directory / "reference", directory / "reference_checkpoints", False, steps)
-    processes = start(job, reference=True)
+def undisturbed_run(directory: Path, epochs: int) -> Attempt:
+    """The job when nobody disturbs it."""
+    job = Job(directory / "reference", directory / "reference_run", False, epochs)
+    processes = start(job, free_port(), reference=True)
     if not finished(processes, time.time() + PATIENCE):
         raise SystemExit("the undisturbed run does not end")
     lines = [list(said(job, rank)) for rank in range(RANKS)]
     if any("done" not in line[-1] for line in lines):
         raise SystemExit(f"the undisturbed run failed: {[line[-1] for line in lines]}")
-    return lines
+    return Attempt(job, "none", lines=lines, metrics=metrics_of(job))
 
 
-def disturbed(directory: Path, steps: int, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
+def disturbed(directory: Path, epochs: int, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
     """One run with at most so many kills, until it is finished; ``saves`` of them should still hit a save."""
     attempts: list[Attempt] = []
     while not attempts or attempts[-1].killed is not None:
-        job = Job(directory / f"attempt_{len(attempts)}", directory / "checkpoints", dice.random() < 0.5, steps)
+        job = Job(directory / f"attempt_{len(attempts)}", directory / "run", dice.random() < 0.5, epochs)
         target = "save" if saves > 0 and dice.random() < 0.4 else "moment"
         attempt = Attempt(job, target)
         before = uncommitted(job.checkpoints)
-        processes = start(job)
+        processes = start(job, free_port())
         done = not kills or not wait_for_moment(attempt, processes, before, dice)
         if done:
             if not finished(processes, time.time() + PATIENCE):
@@ -147,13 +160,22 @@ def disturbed(directory: Path, steps: int, kills: int, saves: int, dice: random.
             attempt.during_save = bool(uncommitted(job.checkpoints) - before)
             saves -= attempt.during_save
         attempt.lines = [list(said(job, rank)) for rank in range(RANKS)]
-        report = job.directory / "contents.json"
-        os.waitpid(inspect(job.checkpoints, report), 0)
-        attempt.contents = (
-            json.loads(report.read_text()) if report.exists() else {"": {"error": "no report", "step": -1}}
-        )
+        attempt.metrics = metrics_of(job)
+        attempt.steps = [marker.step for _, marker in checkpoints_in(job.checkpoints)]
+        if attempt.killed is None or attempt.during_save or dice.random() < 0.3:
+            attempt.contents = contents_of(job)
         attempts.append(attempt)
     return attempts
+
+
+def contents_of(job: Job) -> dict[str, dict[str, Any]]:
+    """What is in each committed checkpoint, by a process of its own."""
+    report = job.directory / "contents.json"
+    os.waitpid(inspect(job, report), 0)
+    if not report.exists():
+        return {"all": {"step": 0, "error": "the process that loads them failed"}}
+    found: dict[str, dict[str, Any]] = json.loads(report.read_text())
+    return found
 
 
 def wait_for_moment(attempt: Attempt, processes: list[int], before: set[str], dice: random.Random) -> bool:
@@ -204,6 +226,21 @@ def finished(processes: list[int], until: float, *, reap: bool = True) -> bool:
     return True
 
 
+def metrics_of(job: Job) -> list[Any]:
+    """What the runner's own file says of each step, the time it took left out; a line may be cut off."""
+    lines = job.metrics.read_text().splitlines(keepends=True) if job.metrics.exists() else []
+    steps = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [[step["step"], step["loss"], step["global_norm"], step["samples"]] for step in steps]
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def uncommitted(checkpoints: Path) -> set[str]:
     """The checkpoints that have no marker."""
     names = os.listdir(checkpoints) if checkpoints.is_dir() else []
@@ -218,8 +255,11 @@ def said(job: Job, rank: int) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def compare(name: str, run: list[Attempt], reference: list[list[dict[str, Any]]], findings: Findings) -> None:
+def compare(name: str, run: list[Attempt], undisturbed: Attempt, findings: Findings) -> None:
     """Compare a run that was killed and resumed with the one that was not."""
+    reference = undisturbed.lines
+    if run[-1].metrics != undisturbed.metrics:
+        findings.metrics_wrong.append(f"{name}: {len(run[-1].metrics)} of {len(undisturbed.metrics)} steps")
     wanted = [{line["step"]: line for line in lines if "step" in line} for lines in reference]
     digests = {line["state"]: line["digest"] for line in reference[0] if "state" in line}
     done = reference[0][-1]["done"]
@@ -252,7 +292,7 @@ def compare(name: str, run: list[Attempt], reference: list[list[dict[str, Any]]]
                 findings.resume_not_bitwise.append(f"{where}: {checkpoint} holds another state")
         told = [line["committed"] for lines in attempt.lines for line in lines if "committed" in line]
         committed = max([committed, *told])
-        if max((content["step"] for content in attempt.contents.values()), default=0) < committed:
+        if max(attempt.steps, default=0) < committed:
             findings.lost_committed.append(f"{where}: step {committed} is not on the disk")
     for rank in range(RANKS):
         found = [one for step in sorted(history[rank]) for one in history[rank][step]]

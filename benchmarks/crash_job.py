@@ -1,7 +1,8 @@
-"""The job that ``crash.py`` kills: two ranks that train a small model with dropout under FSDP2 and save checkpoints.
+"""The job that ``crash.py`` kills: ``lowtide train`` on two ranks, watched from inside.
 
-Its checkpoints, its state and its resume are those of the runner. Each rank leaves one JSON object a line of what it
-did, so that whoever killed it can tell afterwards.
+The ranks are forked from a process that has imported everything, because importing torch takes longer than the whole
+job. From there on they do what the command does: the file is read, the run directory opened, the newest checkpoint
+found, the run continued. Each rank leaves one JSON object a line of what it did, so that whoever killed it can tell.
 """
 
 from __future__ import annotations
@@ -10,25 +11,65 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # torch imports it at the first save, which takes seconds: once in the parent is enough
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
-from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.commit import checkpoints_in
+from lowtide.train.loop import Loop
+from lowtide.train.main import train
+from lowtide.train.options import TrainOptions
+from lowtide.train.record import StepRecord
 from lowtide.train.state import TrainState
 
 RANKS, EVERY, KEEP = 2, 4, 3
-SAMPLES, BATCH, WIDTH = 160, 8, 32
+STEPS_IN_EPOCH, SAMPLES_IN_STEP = 12, 8
+CONFIG = f"""
+seed: 7
+output_dir: ./output
+use_legacy: true
+model:
+  model_config:
+    vocab_size: 64
+    hidden_size: 16
+    num_layers: 2
+    num_attention_heads: 2
+    intermediate_size: 32
+    seq_length: 16
+    hidden_dropout: 0.1
+    params_dtype: float32
+    compute_dtype: float32
+parallel:
+  enable_parallel_optimizer: true
+parallel_config:
+  data_parallel: {RANKS}
+runner_config:
+  epochs: 1
+  batch_size: {SAMPLES_IN_STEP // RANKS}
+runner_wrapper:
+  use_clip_grad: true
+  max_grad_norm: 1.0
+optimizer:
+  type: AdamW
+lr_schedule:
+  type: CosineWithWarmUpLR
+  learning_rate: 1.0e-2
+  warmup_steps: 4
+train_dataset:
+  data_loader:
+    type: SyntheticDataLoader
+    sizes: [{STEPS_IN_EPOCH * SAMPLES_IN_STEP + 3}, 0, 0]
+  shuffle: true
+callbacks:
+  - type: CheckpointMonitor
+    save_checkpoint_steps: {EVERY}
+    keep_checkpoint_max: {KEEP}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,75 +77,69 @@ class Job:
     """One start of the job."""
 
     directory: Path
-    """Where its ranks leave their lines and meet."""
-    checkpoints: Path
-    """Where its checkpoints are."""
+    """Where its ranks leave their lines."""
+    run: Path
+    """The run directory."""
     asynchronous: bool
     """Whether it saves while it trains on."""
-    steps: int
-    """After how many steps the run is finished."""
+    epochs: int
+    """After how many epochs the run is finished."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.run / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The runner's own line for each step."""
+        return self.run / "metrics.jsonl"
 
 
-class Model(nn.Module):
-    """An embedding, two layers with dropout and a head."""
+class Watched:
+    """Says what each step of a rank was, with the samples in it, and which checkpoints are committed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(SAMPLES, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 5)
+    def __init__(self, loop: Loop, say: Callable[..., None], *, digests: bool) -> None:
+        self.loop, self.say, self.digests = loop, say, digests
+        self.resumed: int | None = None
+        self.samples: list[int] = []
+        self.under_way: list[int] = []
+        self.one, self.for_step, self.save = loop.one, loop.data.for_step, loop.checkpoints.save
+        watched: Any = loop
+        watched.one, watched.data.for_step, watched.checkpoints.save = self._one, self._for_step, self._save
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for layer in self.layers:
-            x = x + functional.dropout(functional.silu(layer(x)), 0.1)
-        out: Tensor = self.head(x)
-        return out
+    def done(self) -> None:
+        """The run is finished."""
+        self._say_resumed(self.loop.state.progress["step"])
+        self.say(done=digest_of(self.loop.state))
 
+    def _one(self, step: int) -> StepRecord:
+        self._say_resumed(step - 1)
+        if self.loop.checkpoints.poll() and self.under_way:
+            self.say(committed=self.under_way.pop())
+        record = self.one(step)
+        values = {"loss": record.loss, "global_norm": record.global_norm, "learning_rate": record.learning_rate}
+        exact = {name: value.hex() for name, value in values.items() if value is not None}
+        self.say(step=record.step, samples=record.samples, sample_ids=self.samples, **exact)
+        return record
 
-def build() -> TrainState:
-    """The model on this rank, sharded if there are several."""
-    torch.manual_seed(0)
-    model = Model()
-    layout = "one"
-    if dist.is_initialized():
-        mesh, layout = init_device_mesh("cpu", (RANKS,)), "fsdp2"
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(100 + (dist.get_rank() if dist.is_initialized() else 0))
-    return TrainState(
-        parts=[model], optimizers=[optimizer], progress={"step": 0, "samples": 0, "epoch": 0}, layout=layout
-    )
+    def _for_step(self, consumed: int) -> Any:
+        batches = self.for_step(consumed)
+        self.samples = [one for batch in batches for one in batch.sample_ids]
+        return batches
 
+    def _save(self, step: int, state: TrainState) -> None:
+        if self.digests:
+            self.say(state=step, digest=digest_of(state))
+        self.save(step, state)
+        self.under_way.append(step)  # if asynchronous, the one before it is committed
+        while len(self.under_way) > int(self.loop.checkpoints.asynchronous):
+            self.say(committed=self.under_way.pop(0))
 
-def next_samples(progress: dict[str, Any]) -> list[int]:
-    """The samples of the next step over all ranks, each once in every epoch, in an order that the epoch decides."""
-    epoch, place = divmod(progress["samples"], SAMPLES)
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
-    return [epoch * SAMPLES + one for one in order[place : place + BATCH].tolist()]
-
-
-def train_step(state: TrainState) -> dict[str, Any]:
-    """One step, and the line about it."""
-    mine = next_samples(state.progress)[dist.get_rank() :: RANKS]
-    tokens = torch.tensor(mine) % SAMPLES
-    loss = functional.cross_entropy(state.parts[0](tokens), tokens % 5)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(state.parts[0].parameters(), 1.0)
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    state.optimizers[0].step()
-    state.optimizers[0].zero_grad()
-    state.progress["step"] += 1
-    state.progress["samples"] += BATCH
-    state.progress["epoch"] = state.progress["samples"] // SAMPLES
-    return {
-        "step": state.progress["step"],
-        "loss": loss.item().hex(),
-        "global_norm": whole.item().hex(),
-        "sample_ids": mine,
-    }
+    def _say_resumed(self, step: int) -> None:
+        if self.resumed is None:
+            self.resumed = step
+            self.say(resumed=step)
 
 
 def digest_of(state: TrainState) -> str:
@@ -117,68 +152,67 @@ def digest_of(state: TrainState) -> str:
     return digest.hexdigest()
 
 
-def start(job: Job, *, reference: bool = False) -> list[int]:
+def start(job: Job, port: int, *, reference: bool = False) -> list[int]:
     """Start the ranks and give their process ids. This process must not have started a thread."""
     job.directory.mkdir(parents=True)
-    return [_forked(work, job, rank, reference) for rank in range(RANKS)]
+    return [_forked(_work, job, rank, port, reference) for rank in range(RANKS)]
 
 
-def work(job: Job, rank: int, reference: bool) -> None:
-    """What one rank does until it is done or killed."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def inspect(job: Job, report: Path) -> int:
+    """Start a single process that loads every committed checkpoint and reports what is in it."""
+    return _forked(_inspect, job, report)
+
+
+def _work(job: Job, rank: int, port: int, reference: bool) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     with (job.directory / f"rank_{rank}.jsonl").open("w", buffering=1) as lines:
 
         def say(**line: Any) -> None:
             lines.write(json.dumps(line) + "\n")
 
+        def watched(loop: Loop, console: Any) -> dict[str, Any]:
+            told = Watched(loop, say, digests=reference)
+            result = steps(loop, console)
+            told.done()
+            return result
+
+        steps = Loop.train
         try:
-            store = dist.FileStore(str(job.directory / "store"), RANKS)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-            state = build()
-            checkpoints = Checkpoints(job.checkpoints, keep=KEEP, asynchronous=job.asynchronous)
-            checkpoints.resume(state)
-            say(resumed=state.progress["step"])
-            under_way: list[int] = []
-            while state.progress["step"] < job.steps:
-                say(**train_step(state))
-                step = state.progress["step"]
-                if checkpoints.poll() and under_way:
-                    say(committed=under_way.pop())
-                if step % EVERY == 0:
-                    if reference:
-                        say(state=step, digest=digest_of(state))
-                    checkpoints.save(step, state)
-                    if under_way:  # the save before it was waited for
-                        say(committed=under_way.pop())
-                    under_way.append(step)
-                    if not job.asynchronous:
-                        say(committed=under_way.pop())
-            checkpoints.close()
-            say(done=digest_of(state))
+            _command(job, job.run, watched, {})
         except BaseException as error:
             say(error=f"{type(error).__name__}: {error}"[:500], time=time.time())
             raise
 
 
-def inspect(checkpoints: Path, report: Path) -> int:
-    """Start a process that loads every committed checkpoint and reports what is in it."""
-    return _forked(_inspect, checkpoints, report)
-
-
-def _inspect(directory: Path, report: Path) -> None:
-    found: dict[str, Any] = {}
-    state = build()
-    with Checkpoints(report.parent / "none") as checkpoints:  # not of the job's directory: it would clean up there
-        for path, marker in checkpoints_in(directory):
+def _inspect(job: Job, report: Path) -> None:
+    def looked(loop: Loop, console: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, marker in checkpoints_in(job.checkpoints):
             try:
-                checkpoints.load(state, path)
-                found[path.name] = {"step": marker.step, "digest": digest_of(state)}
+                loop.checkpoints.load(loop.state, path)
+                found[path.name] = {"step": marker.step, "digest": digest_of(loop.state)}
             except Exception as error:
                 found[path.name] = {"step": marker.step, "error": str(error)}
-    report.write_text(json.dumps(found))
+        report.write_text(json.dumps(found))
+        return {}
+
+    alone = {("parallel_config", "data_parallel"): 1, ("runner_config", "batch_size"): SAMPLES_IN_STEP}
+    _command(job, report.parent / "none", looked, alone)  # in another run directory: this one only looks
 
 
-def _forked(function: Any, *arguments: Any) -> int:
+def _command(job: Job, run: Path, steps: Callable[[Loop, Any], dict[str, Any]], changes: dict[Any, Any]) -> None:
+    """What ``lowtide train --resume auto`` does in this process, with other steps in the place of its own."""
+    config = job.directory / f"config_{os.getpid()}.yaml"
+    config.write_text(f"{CONFIG}    async_save: {str(job.asynchronous).lower()}\n")
+    overrides = {("runner_config", "epochs"): job.epochs, **changes}
+    Loop.train = steps  # type: ignore[method-assign]
+    train(
+        config, overrides, TrainOptions(run_directory=run, log_dir=job.directory / f"logs_{os.getpid()}", resume="auto")
+    )
+
+
+def _forked(function: Callable[..., None], *arguments: Any) -> int:
     process = os.fork()
     if process:
         return process

@@ -111,6 +111,19 @@ def test_a_save_before_the_first_step_does_not_count_a_step(tmp_path: Path) -> N
     assert programs.train(state, 2) == wanted
 
 
+def test_who_holds_the_parameter_groups_still_sets_the_learning_rate_after_a_load(tmp_path: Path) -> None:
+    state = saved(tmp_path, [1])
+    group = state.optimizers[0].param_groups[0]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.resume(state)
+    group["lr"] = 0.0
+    before = programs.digests(state)
+    programs.train(state, 1)
+    after = programs.digests(state)
+    assert [name for name in before if name.endswith("weight") and before[name] != after[name]] == []
+    assert state.optimizers[0].param_groups[0]["params"] == list(state.parts[0].parameters())
+
+
 def test_a_parameter_that_never_had_a_gradient_has_no_state_afterwards_either(tmp_path: Path) -> None:
     def build() -> tuple[TrainState, nn.Module]:
         model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
@@ -184,6 +197,9 @@ def test_if_all_are_damaged_the_run_does_not_begin_anew(tmp_path: Path) -> None:
     (tmp_path / "step_00000002" / "committed.json").write_text("{")
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="step_00000001, step_00000002 are"):
         checkpoints.resume(state)
+    (tmp_path / "step_00000001" / ".metadata").unlink()
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="step_00000001, step_00000002 are"):
+        checkpoints.latest()
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 

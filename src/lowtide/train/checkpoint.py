@@ -153,11 +153,14 @@ class Checkpoints:
         """The checkpoint committed last whose files have the sizes they were written with; None if there is none.
 
         All ranks get the same answer.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged.
         """
         self.wait()
         for path, _ in self._candidates(checksums=False):
             return path
-        return None
+        return self._none()
 
     def load(self, state: TrainState, path: Path) -> None:
         """Load a checkpoint, at any number of ranks and in any layout, after comparing all its checksums.
@@ -186,13 +189,7 @@ class Checkpoints:
             if self._ranks.rank == 0:
                 logger.info("resumed from %s, step %d, written by %d ranks", path, marker.step, marker.world_size)
             return path
-        unusable = self._ranks.from_first([path for path in self._directories() if is_committed(path)])
-        if unusable:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} can be used: {_names_of(unusable)} are damaged, see the logs; "
-                "to begin anew all the same, move them away"
-            )
-        return None
+        return self._none()
 
     def close(self) -> None:
         """Wait for the save under way and for removals, and give the process group back."""
@@ -212,6 +209,15 @@ class Checkpoints:
     ) -> None:
         if error is None:
             self.close()  # after an error the other ranks may be gone: waiting for them would hide it
+
+    def _none(self) -> None:
+        """There is nothing to load: right in a new run, and an error where there is something that cannot be used."""
+        unusable = self._ranks.from_first([path for path in self._directories() if is_committed(path)])
+        if unusable:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} can be used: {_names_of(unusable)} are damaged, see the logs; "
+                "to begin anew all the same, move them away"
+            )
 
     def _candidates(self, *, checksums: bool) -> Iterator[tuple[Path, Marker]]:
         for name in self._ranks.from_first([path.name for path, _ in checkpoints_in(self.directory)]):

@@ -240,7 +240,9 @@ def _restore_optimizer(
         if any(isinstance(value, Tensor) and id(value) in made_up for value in state.values())
     ]
     held = {name: loaded.get(_renamed(OPTIMIZER, name), value) for name, value in _states(states).items()}
+    groups = optimizer.param_groups
     set_optimizer_state_dict(part, optimizer, {**states, **held}, options=BY_NAME)
+    optimizer.param_groups = groups  # torch made new ones: a schedule that holds these would set the old ones' rates
     for parameter in stateless:
         del optimizer.state[parameter]
 
