@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from lowtide._torch_private import (
     FakeTensorMode,
+    GeluBackward,
+    MulBackward,
+    SiluBackward,
     StorageWeakRef,
     TorchDispatchMode,
     at_end_of_backward,
@@ -20,13 +23,20 @@ from lowtide._torch_private import (
     current_backward,
     exchange_rows,
     held_indices,
+    function_modes,
     inner_tensor,
+    is_any_autocast_enabled,
     is_collective,
     is_compiled,
     landed_tensor,
     multiply_all,
     norms_of,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_operand,
+    saved_operands,
     set_grad_enabled,
+    silu,
     storage_bytes,
     storage_key,
     subclass_wrapper,
@@ -232,3 +242,33 @@ def test_the_places_that_a_rank_holds_are_those_of_its_part(mesh: Any) -> None:
 def test_rows_that_are_exchanged_are_as_many_as_were_announced(mesh: Any) -> None:
     """What they hold is shown by two ranks with experts of their own, in ``tests/models``."""
     assert exchange_rows(torch.ones(3, 2), [1, 4], [2, 1], mesh.get_group()).shape == (5, 2)
+
+
+def test_nodes_are_known_by_their_class_and_have_what_was_saved_through_hooks() -> None:
+    def unpack(packed: tuple[torch.Tensor]) -> torch.Tensor:
+        return packed[0]
+
+    first, second = (torch.ones(3, requires_grad=True) * factor for factor in (2, 3))
+    push_saved_tensors_hooks(lambda tensor: (tensor,), unpack)
+    try:
+        product, gated, smooth = first * second, silu(first), torch.nn.functional.gelu(first)
+    finally:
+        pop_saved_tensors_hooks()
+    assert (type(product.grad_fn), type(gated.grad_fn)) == (MulBackward, SiluBackward)
+    assert type(smooth.grad_fn) is GeluBackward
+    assert smooth.grad_fn._saved_approximate == "none"
+    ((one,), (other,)) = saved_operands(product.grad_fn, unpack)
+    assert one is first
+    assert other is second
+    assert saved_operand(gated.grad_fn, unpack)[0][0] is first
+    assert saved_operand(gated.grad_fn, lambda packed: packed) == ()
+    assert saved_operands((first * second).grad_fn, unpack) == ()  # without hooks
+    assert torch.equal(gated, torch.nn.functional.silu(first))
+
+
+def test_modes_and_autocast_are_noticed() -> None:
+    assert not function_modes()
+    assert not is_any_autocast_enabled()
+    with torch.device("cpu"), torch.autocast("cpu"):
+        assert function_modes()
+        assert is_any_autocast_enabled()

@@ -17,7 +17,6 @@ from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,13 +32,10 @@ __all__ = [
     "DisableTorchFunction",
     "FakeTensorMode",
     "GeluBackward",
-    "HashStore",
     "MulBackward",
-    "PrefixStore",
     "SiluBackward",
     "StorageWeakRef",
     "Subclass",
-    "TCPStore",
     "TorchDispatchMode",
     "at_end_of_backward",
     "autocast_contexts",

@@ -18,6 +18,7 @@ from lowtide.errors import PolicyError, RebuildError, UnmatchedError
 from lowtide.operators.survey import survey
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.layer import Run
 from lowtide.runtime.limits import Limits
 
 
@@ -275,6 +276,119 @@ def test_an_input_that_is_changed_after_a_step_was_learnt_is_an_error_not_a_wron
     model(torch.randn(4, 8)).sum().backward()
     with pytest.raises((RebuildError, RuntimeError), match=r"in place|inplace"):
         model(torch.randn(4, 8)).sum().backward()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act, self.then = nn.SiLU(), lambda tensor: tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.then(self.act(self.gate(x)) * self.up(x)))
+
+
+class GatedLayer(nn.Module):
+    """A layer with a gated half; ``then`` is called with the product."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Gated()
+        self.mlp.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def train_gated(policy: LayerPolicy | None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(GatedLayer(**options) for _ in range(2)))
+    handle = apply(model, Policy((policy,) * 2), limits=Limits(minimum_bytes=1)) if policy is not None else None
+    for step in range(3):
+        torch.manual_seed(step)
+        model.zero_grad()
+        model(torch.randn(2, 4, 8)).square().sum().backward()
+        if handle is not None:
+            receipt = handle.receipt()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return gradients, (receipt if handle is not None else None)
+
+
+def test_nobody_listens_to_a_call_that_its_node_knows() -> None:
+    modes: list[int] = []
+
+    def then(tensor: Tensor) -> Tensor:
+        modes.append(len(torch.overrides._get_current_function_mode_stack()))
+        return tensor
+
+    expected, _ = train_gated(None)
+    found, receipt = train_gated(recompute("mlp.act", "mlp.mul"), then=then)
+    assert same(expected, found)
+    assert modes[2:] == [0] * 4  # the first layer was learnt in the first step, with a mode
+    assert (
+        sorted((one.operator, one.recomputes) for one in receipt.operators)
+        == [("mlp.act", 1)] * 2 + [("mlp.mul", 1)] * 2
+    )
+
+
+@pytest.mark.parametrize("decision", [Swap(2), Swap(2, tier="disk"), Recompute()], ids=str)
+@pytest.mark.parametrize("name", ["mlp.gate", "mlp.up", "norm"])
+def test_what_a_node_saved_may_be_swapped_or_rebuilt_itself(name: str, decision: Any) -> None:
+    rules = (Rule(Pattern(name), decision), *recompute("mlp.act", "mlp.mul").rules)
+    expected, _ = train_gated(None)
+    found, _ = train_gated(LayerPolicy(rules=rules))
+    assert same(expected, found)
+
+
+def test_a_product_that_is_written_to_is_not_rebuilt_from_its_node() -> None:
+    steps: list[int] = []
+
+    def then(tensor: Tensor) -> Tensor:
+        steps.append(0)
+        return tensor if len(steps) < 3 else tensor.add_(1.0)
+
+    first, steps = train_gated(None, then=then)[0], []
+    assert same(first, train_gated(recompute("mlp.act", "mlp.mul"), then=then)[0])
+
+
+def test_hooks_stand_only_around_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    pack = Run.pack
+
+    def counted(self: Any, tensor: Tensor) -> Any:
+        saved.append(self.number)
+        return pack(self, tensor)
+
+    monkeypatch.setattr(Run, "pack", counted)
+    rules = (Rule(Pattern("mlp.mul"), Swap(2)),)
+    expected, _ = train_gated(None)
+    found, receipt = train_gated(LayerPolicy(rules=rules))
+    assert same(expected, found)
+    assert len(saved) == 2 * 5  # what the last linear map saves; the first layer keeps everything in the first step
+    assert receipt.operators[0].moved_bytes
+
+
+def test_a_module_that_runs_twice_or_in_two_layers_is_exact() -> None:
+    class Twice(nn.Module):
+        def __init__(self, mlp: Gated) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(8), mlp
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(self.norm(x)) + (self.mlp(x) if self.norm.bias.shape[0] else x)
+
+    def gradients(policy: LayerPolicy | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        mlp = Gated()
+        model = nn.Sequential(Twice(mlp), Twice(mlp))
+        if policy is not None:
+            apply(model, Policy((policy,) * 2), limits=Limits(minimum_bytes=1))
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for policy in (recompute("mlp.act", "mlp.mul"), LayerPolicy(rules=(Rule(Pattern("mlp.mul"), Swap(2)),))):
+        assert same(gradients(None), gradients(policy))
 
 
 def writes_to_what_it_saved(self: Any, x: Tensor) -> Tensor:

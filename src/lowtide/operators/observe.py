@@ -67,6 +67,8 @@ class Pack(NamedTuple):
     """Whether its storage was written to after it was saved: autograd refuses to use it."""
     by_node: bool = False
     """Whether the node that made it has saved all that it was made of: see :mod:`lowtide.operators.nodes`."""
+    on_host: bool = False
+    """Whether it is in the host's own memory, where swapping to the host is a plain copy."""
 
 
 class Call(NamedTuple):
@@ -247,6 +249,7 @@ class Watcher:
                 origin.cast,
                 output,
                 by_node=read_node(tensor if base is None else base, Kept.tensor) is not None,
+                on_host=tensor.is_cpu,
             )
         )
         if self.saved is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, TypeAlias
 
 import torch
@@ -78,6 +79,8 @@ class Handle:
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
+        found = Counter(module for layer in layers.modules for module in layer.modules())
+        self.shared_modules = {module for module, layers_with_it in found.items() if layers_with_it > 1}
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
         self._gathering = [
             layer.register_forward_pre_hook(GatherAgain(index))
@@ -231,7 +234,9 @@ class _Follower:
             self.program = compile_layer(self.index, kind, decisions, self.resolved.boundary, handle.ledger, due)
             if not self.program.idle:
                 check = LayerCheck(self.index, layer, kind) if handle.verify else None
-                self.decided = DecidedLayer(layer, self.program, handle.manager, span, check)
+                # One that once took another way than its class, or shares modules with others, is followed as a whole.
+                narrow = self.kind is None and not handle.shared_modules.intersection(layer.modules())
+                self.decided = DecidedLayer(layer, self.program, handle.manager, span, check, narrow=narrow)
                 self.decided.changed = self.watch
                 return
         if self.noticed:

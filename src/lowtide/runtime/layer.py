@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -28,7 +29,7 @@ from lowtide.policy import Keep, Swap
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.intercept import intercept
 from lowtide.runtime.ledger import Ledger, Line
-from lowtide.runtime.program import Action, LayerProgram
+from lowtide.runtime.program import Action, LayerProgram, Part
 from lowtide.runtime.rebuild import (
     CapturedCall,
     Cast,
@@ -151,7 +152,14 @@ class DecidedLayer:
     """A layer some of whose operators are recomputed or swapped."""
 
     def __init__(
-        self, layer: nn.Module, program: LayerProgram, manager: SwapManager, span: Span, check: LayerCheck | None = None
+        self,
+        layer: nn.Module,
+        program: LayerProgram,
+        manager: SwapManager,
+        span: Span,
+        check: LayerCheck | None = None,
+        *,
+        narrow: bool = False,
     ) -> None:
         self.program, self.manager, self.span, self.check = program, manager, span, check
         self.run: _Capturing | None = None
@@ -162,14 +170,16 @@ class DecidedLayer:
             intercept(layer, program.sites, lambda: self.run, self.wrappers)
             self.wrappers.wrap(layer, self._capture)
         else:
-            self.wrappers.wrap(layer, self._decide)
+            # The check follows the whole layer.
+            part = program.part if check is None and narrow else Part("", 0, len(program.actions))
+            self.wrappers.wrap(layer.get_submodule(part.module), partial(self._decide, part=part))
         if check is not None:
             check.tracker.attach()  # around ours, so that our hooks are the inner ones
 
-    def _decide(self, forward: Function) -> Function:
+    def _decide(self, forward: Function, part: Part) -> Function:
         program, manager, span, check = self.program, self.manager, self.span, self.check
-        schedule, layer, count = manager.schedule, program.layer, len(program.actions)
-        offset, operators, last = span.offset, span.count, span.last
+        layer, schedule, offset, operators, last = program.layer, manager.schedule, span.offset, span.count, span.last
+        start, stop, scheduled = part.start, part.stop, not part.module
 
         # Every layer in every step goes through this, and pays for each function that it calls.
         def decided(*args: Any, **kwargs: Any) -> Any:
@@ -181,18 +191,23 @@ class DecidedLayer:
             if first < schedule.now:
                 first = schedule.enter(offset)
             run = Run(program, manager, first)
+            run.number = start
             push_saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack)
             try:
                 output = forward(*args, **kwargs)
             finally:
                 pop_saved_tensors_hooks()
-                run.departures = run.repeated = None
-            if schedule.next > first + operators and not (last and schedule.returning):
-                schedule.now = first + operators
-            else:
-                span.leave(first, output)
-            if run.number != count or run.changed:
-                self._took_another_way(run)
+                if run.departures is not None or run.repeated is not None:
+                    run.departures = run.repeated = None
+            if scheduled:
+                end = first + operators
+                if schedule.next > end and not (last and schedule.returning):
+                    schedule.now = end
+                else:
+                    span.leave(first, output)
+            # What is frozen saves nothing, and did not change.
+            if (run.number != stop and run.number != start) or run.changed:
+                self._took_another_way()
             return output
 
         return decided
@@ -211,8 +226,8 @@ class DecidedLayer:
                 self.run = None
                 run.end()
             self.span.leave(first, output)
-            if run.number != len(self.program.actions) or run.changed:
-                self._took_another_way(run)
+            if 0 < run.number != len(self.program.actions) or run.changed:
+                self._took_another_way()
             return output
 
         return capturing
@@ -223,9 +238,8 @@ class DecidedLayer:
             self.check.tracker.detach()
         self.wrappers.remove()
 
-    def _took_another_way(self, run: Run) -> None:
-        # A frozen layer saves nothing, and did not change.
-        if (run.number or run.changed) and self.changed is not None:
+    def _took_another_way(self) -> None:
+        if self.changed is not None:
             self.changed()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -64,6 +64,16 @@ Keeping: TypeAlias = Callable[[Tensor], "Tensor | Kept"]
 """How a tensor is kept where nothing else is to be done: apart from the node that made it, or compared when used."""
 
 
+class Part(NamedTuple):
+    """A module of a layer that is called once, and the tensors that are saved while it runs."""
+
+    module: str
+    """Its path; empty for the layer itself."""
+    start: int
+    """The place of the first of them among all that the layer saves."""
+    stop: int
+
+
 class LayerProgram(NamedTuple):
     """The actions of one layer."""
 
@@ -87,6 +97,9 @@ class LayerProgram(NamedTuple):
     due: frozenset[int]
     """How many operators after the layer's first something is due: memory to let go, or a copy back to start. Some of
     it lies in the layers that follow."""
+
+    part: Part
+    """The part of the layer in which all of this happens."""
 
     @property
     def idle(self) -> bool:
@@ -123,7 +136,7 @@ def compile_layer(
     due = set(due_before)
     for position, pack in zip(positions, kind.packs, strict=True):
         decision = decide(pack)
-        if isinstance(decision, Swap):
+        if isinstance(decision, Swap) and not (pack.on_host and decision.tier == "host"):
             due.add(position + decision.prefetch)
     waiting = sorted(due)
     actions: list[Action | Keeping | None] = []
@@ -174,7 +187,50 @@ def compile_layer(
         frozenset(name for name, operator in facts.items() if operator.random),
         frozenset(call.name for call in kind.calls if is_collective(call.site.function)),
         frozenset(due),
+        Part("", 0, len(actions)) if due or captured else _part(kind, actions),
     )
+
+
+def _part(kind: LayerKind, actions: Sequence[Action | Keeping | None]) -> Part:
+    """The smallest module that everything is saved in that something becomes of, and that its nodes stand in.
+
+    Torch's hooks cost more than anything that we do in them, and outside of this module they are not needed.
+    """
+    modules: dict[str, set[str]] = {}
+    for call in kind.calls:
+        modules.setdefault(call.name, set()).add(call.site.module)
+    concerned = set[str]()
+    for action, pack in zip(actions, kind.packs, strict=True):
+        if isinstance(action, Action):
+            concerned |= modules.get(pack.operator, {""})
+            if action.by_node:
+                concerned |= modules.get(action.owner, {""})
+    path = _common([name.split(".") if name else [] for name in concerned])
+    while path:
+        module, below = ".".join(path), ".".join([*path, ""])
+        sites = [call.site for call in kind.calls if f"{call.site.module}.".startswith(below)]
+        places = [
+            place
+            for place, pack in enumerate(kind.packs)
+            if all(f"{name}.".startswith(below) for name in modules.get(pack.operator, {""}))
+        ]
+        # A module that nothing was called in itself may only hold others, and one that runs twice is not one place.
+        called = any(site.module == module for site in sites)
+        once = len(set(sites)) == len(sites)
+        if called and once and places == list(range(places[0], places[-1] + 1)):
+            return Part(module, places[0], places[-1] + 1)
+        path.pop()
+    return Part("", 0, len(actions))
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """What all paths begin with."""
+    found: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        found.append(parts[0])
+    return found
 
 
 def _dense(pack: Pack) -> bool:
