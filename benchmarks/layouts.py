@@ -16,132 +16,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-SAMPLES, STEPS, QUICK_STEPS = 8, 20, 5
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from layout_cases import LAYOUTS, MODELS, ONE, WHOLE, Layout
 
-LLAMA = """
-seed: 7
-output_dir: ./output
-use_legacy: true
-model:
-  model_config:
-    vocab_size: 128
-    hidden_size: 32
-    num_layers: 4
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    intermediate_size: 64
-    seq_length: 32
-    params_dtype: float32
-    compute_dtype: float32
-"""
-DEEPSEEK = """
-seed: 7
-output_dir: ./output
-use_legacy: false
-model:
-  model_config:
-    model_type: deepseek_v3
-    vocab_size: 128
-    hidden_size: 32
-    num_layers: 4
-    num_attention_heads: 4
-    q_lora_rank: 16
-    kv_lora_rank: 16
-    qk_nope_head_dim: 8
-    qk_rope_head_dim: 4
-    v_head_dim: 8
-    intermediate_size: 64
-    moe_intermediate_size: 16
-    n_routed_experts: 8
-    num_experts_per_tok: 2
-    n_shared_experts: 1
-    first_k_dense_replace: 1
-    n_group: 2
-    topk_group: 1
-    scoring_func: sigmoid
-    norm_topk_prob: true
-    routed_scaling_factor: 2.5
-    moe_aux_loss_coeff: 0.001
-    moe_router_load_balancing_type: seq_aux_loss
-    moe_router_enable_expert_bias: true
-    moe_router_bias_update_rate: 0.001
-    seq_length: 32
-    params_dtype: float32
-    compute_dtype: float32
-"""
-SHARED = """
-runner_config:
-  epochs: 1
-runner_wrapper:
-  use_clip_grad: true
-  max_grad_norm: 1.0
-optimizer:
-  type: AdamW
-  betas: [0.9, 0.95]
-  eps: 1.0e-8
-  weight_decay: 0.1
-lr_schedule:
-  type: CosineWithWarmUpLR
-  learning_rate: 1.0e-3
-  warmup_steps: 4
-train_dataset:
-  data_loader:
-    type: SyntheticDataLoader
-    sizes: [160, 0, 0]
-  shuffle: true
-"""
-MODELS = {"llama": LLAMA + SHARED, "deepseek": DEEPSEEK + SHARED}
-
-
-class Layout(NamedTuple):
-    """A layout: the degrees as a file writes them, and how many processes that makes."""
-
-    name: str
-    processes: int
-    settings: dict[str, Any]
-    only: str | None = None
-    """The one model it is for; None for all."""
-
-
-def data(ranks: int, micro_steps: int) -> dict[str, Any]:
-    """The settings that make eight samples a step."""
-    return {
-        "parallel_config.data_parallel": ranks,
-        "runner_config.batch_size": SAMPLES // ranks // micro_steps,
-        "runner_config.gradient_accumulation_steps": micro_steps,
-    }
-
-
-def pipeline(ranks: int = 1) -> dict[str, Any]:
-    """Two stages and four micro batches."""
-    return {
-        "parallel_config.data_parallel": ranks,
-        "parallel_config.pipeline_stage": 2,
-        "parallel_config.micro_batch_num": 4,
-        "runner_config.batch_size": SAMPLES // ranks // 4,
-    }
-
-
-SHARD = {"parallel.enable_parallel_optimizer": True}
-TENSOR = {"parallel_config.model_parallel": 2}
-ONE = Layout("one process", 1, data(1, 4))
-LAYOUTS = (
-    Layout("dp2", 2, data(2, 2)),
-    Layout("fsdp2", 2, {**data(2, 2), **SHARD}),
-    Layout("tp2", 2, {**data(1, 4), **TENSOR}),
-    Layout("tp2 + sequence", 2, {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}),
-    Layout("pp2", 2, pipeline()),
-    Layout("pp2 interleaved", 2, {**pipeline(), "model.model_config.pp_interleave_num": 2}),
-    Layout("tp2 x fsdp2", 4, {**data(2, 2), **SHARD, **TENSOR}),
-    Layout("pp2 x fsdp2", 4, {**pipeline(2), **SHARD}),
-    Layout("ep2", 2, {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
-)
-WHOLE = Layout("batch 8", 1, data(1, 1))
+STEPS, QUICK_STEPS = 20, 5
 
 
 class Curve(NamedTuple):

@@ -82,6 +82,7 @@ COMMANDS = {
         "--set",
         "--timeout",
         "--use_parallel",
+        "--track",
         "--watchdog",
         "CONFIG",
     ],

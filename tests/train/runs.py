@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from layouts import MODELS
+from layout_cases import MODELS
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
 

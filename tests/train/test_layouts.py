@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from layout_cases import LAYOUTS, MODELS, SHARD, Layout, data, pipeline
 from ranks import Ranks
 from train import runs
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from layouts import LAYOUTS, MODELS, SHARD, Layout, data, pipeline
 
 pytestmark = pytest.mark.xdist_group("layouts")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -22,6 +23,14 @@ RUN = "The run"
 PROCESSES = "Processes"
 NODES = "Several nodes"
 WORDS = "As in MindSpore Transformers"
+
+
+class Tracker(str, Enum):
+    """Who draws the curves."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
 
 File = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
 Set = Annotated[
@@ -75,6 +84,15 @@ Watchdog = Annotated[
         metavar="SECONDS",
         min=0,
         help="Say where each rank stands after so long without progress; 0 for never.",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
+Track = Annotated[
+    list[Tracker] | None,
+    typer.Option(
+        "--track",
+        help="Also send each step's numbers there; may be given twice.",
         show_default=False,
         rich_help_panel=RUN,
     ),
@@ -165,6 +183,7 @@ def train(
     dry_run: DryRun = False,
     log_dir: LogDir = None,
     watchdog: Watchdog = None,
+    track: Track = None,
     as_json: AsJson = False,
     processes: Processes = None,
     max_restarts: MaxRestarts = 0,
@@ -207,6 +226,7 @@ def train(
             log_dir=log_dir,
             watchdog=watchdog,
             timeout=timeout,
+            track=tuple(one.value for one in track or ()),
             as_json=as_json,
         )
         asked = {
@@ -285,6 +305,7 @@ def _options(
     log_dir: Path | None,
     watchdog: float | None,
     timeout: float,
+    track: tuple[str, ...],
     as_json: bool,
 ) -> TrainOptions:
     from lowtide.train.launch import launched
@@ -305,6 +326,7 @@ def _options(
         fresh=fresh,
         watchdog=watchdog,
         timeout=timeout,
+        track=track,
         redirect=launched(),
         restarted=restarted(),
     )
@@ -349,6 +371,8 @@ def _arguments(file: Path, values: Values, options: TrainOptions) -> list[str]:
         arguments += ["--resume", options.resume]
     if options.watchdog is not None:
         arguments += ["--watchdog", str(options.watchdog)]
+    for one in options.track:
+        arguments += ["--track", one]
     for flag, wanted in (("--fresh", options.fresh), ("--dry-run", options.dry_run), ("--json", options.json)):
         arguments += [flag] if wanted else []
     return arguments

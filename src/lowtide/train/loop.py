@@ -23,7 +23,7 @@ from lowtide.train.job import Job, stage_shapes
 from lowtide.train.loss_scale import scale_of
 from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
 from lowtide.train.mesh import Meshes
-from lowtide.train.monitors import DropRate, JsonLines, LossLine, ProgressBar
+from lowtide.train.monitors import DropRate, JsonLines, LossLine, ProgressBar, TensorBoard, WandB
 from lowtide.train.objective import Objective
 from lowtide.train.optimizer import make_optimizers
 from lowtide.train.options import TrainOptions
@@ -65,6 +65,7 @@ class Loop:
         options: TrainOptions,
     ) -> None:
         self.run, self.settings, self.meshes, self.job = run, settings, meshes, job
+        self.options = options
         self.directory, self.checkpoints, self.save_every = directory, checkpoints, save_every
         self.receipts: list[Receipt] = []
         source = source_of(settings, seq_length=run.sequence, vocab_size=job.vocabulary, cache=directory.path / "cache")
@@ -203,7 +204,7 @@ class Loop:
         in_epoch = self.data.steps_per_epoch
         return StepRecord(
             step=step,
-            steps=self.steps,
+            steps=self.last,
             epoch=(step - 1) // in_epoch + 1,
             epochs=-(-self.steps // in_epoch),
             step_in_epoch=(step - 1) % in_epoch + 1,
@@ -237,6 +238,10 @@ class Loop:
             found.append(DropRate())
         if dist.get_rank() == 0:
             found += [JsonLines(self.directory.metrics, after=begun), ProgressBar(console)]
+            if "tensorboard" in self.options.track:
+                found.append(TensorBoard(self.directory.path / "tensorboard", after=begun))
+            if "wandb" in self.options.track:
+                found.append(WandB(self.directory.path, identity=self.directory.path.resolve().name))
         return found
 
     def _write_receipts(self, step: int) -> None:

@@ -30,6 +30,8 @@ class TrainOptions:
     """Move an earlier run in the run directory aside and start from the beginning."""
     watchdog: float | None = None
     """Seconds without progress after which each rank says where it stands; 0 for never; None for the default."""
+    track: tuple[str, ...] = ()
+    """Who else gets each step's numbers: ``tensorboard``, ``wandb``."""
     timeout: float = 900.0
     """Seconds to wait for other ranks, at the start and in a collective."""
     redirect: bool = False
