@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -25,7 +25,7 @@ NODES = "Several nodes"
 WORDS = "As in MindSpore Transformers"
 
 
-class Tracker(str, Enum):
+class Tracker(StrEnum):
     """Who draws the curves."""
 
     tensorboard = "tensorboard"
