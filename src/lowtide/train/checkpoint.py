@@ -160,7 +160,8 @@ class Checkpoints:
         self.wait()
         for path, _ in self._candidates(checksums=False):
             return path
-        return self._none()
+        self._refuse_damaged()
+        return None
 
     def load(self, state: TrainState, path: Path) -> None:
         """Load a checkpoint, at any number of ranks and in any layout, after comparing all its checksums.
@@ -189,7 +190,8 @@ class Checkpoints:
             if self._ranks.rank == 0:
                 logger.info("resumed from %s, step %d, written by %d ranks", path, marker.step, marker.world_size)
             return path
-        return self._none()
+        self._refuse_damaged()
+        return None
 
     def close(self) -> None:
         """Wait for the save under way and for removals, and give the process group back."""
@@ -210,8 +212,8 @@ class Checkpoints:
         if error is None:
             self.close()  # after an error the other ranks may be gone: waiting for them would hide it
 
-    def _none(self) -> None:
-        """There is nothing to load: right in a new run, and an error where there is something that cannot be used."""
+    def _refuse_damaged(self) -> None:
+        """Nothing can be loaded: right in a new run, and an error where there are checkpoints."""
         unusable = self._ranks.from_first([path for path in self._directories() if is_committed(path)])
         if unusable:
             raise CheckpointError(
