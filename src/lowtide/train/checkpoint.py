@@ -160,7 +160,7 @@ class Checkpoints:
         self.wait()
         for path, _ in self._candidates(checksums=False):
             return path
-        self._refuse_if_all_are_damaged()
+        self._refuse_damaged()
         return None
 
     def load(self, state: TrainState, path: Path) -> None:
@@ -190,7 +190,7 @@ class Checkpoints:
             if self._ranks.rank == 0:
                 logger.info("resumed from %s, step %d, written by %d ranks", path, marker.step, marker.world_size)
             return path
-        self._refuse_if_all_are_damaged()
+        self._refuse_damaged()
         return None
 
     def close(self) -> None:
@@ -212,8 +212,8 @@ class Checkpoints:
         if error is None:
             self.close()  # after an error the other ranks may be gone: waiting for them would hide it
 
-    def _refuse_if_all_are_damaged(self) -> None:
-        """That there is nothing to load is right in a new run, and an error where something cannot be used."""
+    def _refuse_damaged(self) -> None:
+        """Nothing can be loaded: right in a new run, and an error where there are checkpoints."""
         unusable = self._ranks.from_first([path for path in self._directories() if is_committed(path)])
         if unusable:
             raise CheckpointError(
