@@ -34,7 +34,7 @@ def apply(
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
-    The operators of a class of layers are learnt while its first layer runs for the first time; that layer keeps
+    The operators of layers that are alike are learnt while the first of them runs for the first time; that layer keeps
     everything in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
