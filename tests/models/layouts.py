@@ -22,7 +22,7 @@ from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap,
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
 from lowtide.models.initialise import initialise
-from lowtide.models.moe import distribute_experts
+from lowtide.models.moe import MixtureOfExperts, distribute_experts
 from lowtide.models.router import set_auxiliary_scale
 from models.shapes import deepseek, llama, loss_of, tokens
 
@@ -144,4 +144,54 @@ def expert_parallel(decision: str) -> dict[str, Tensor]:
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):  # experts have the gradients of all ranks' tokens already
             dist.all_reduce(parameter.grad, group=mesh.get_group())
+    return {"loss": loss.detach()} | {name: whole(one.grad).clone() for name, one in model.named_parameters()}
+
+
+LATENT: dict[str, Any] = {
+    "attention.linear_q_up_proj": ColwiseParallel(),
+    "attention.linear_kv_up_proj": ColwiseParallel(),
+    "attention.linear_proj": RowwiseParallel(),
+}
+"""Latent attention: every rank has the narrow middles and some of the heads."""
+GATED: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+
+
+def latent_tensor_parallel() -> dict[str, Tensor]:
+    """Heads and dense feed-forward blocks over two ranks, routed experts on both; the whole gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "tp"))["tp"]
+    with torch.device("meta"):
+        model = build_model(deepseek())
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, LATENT)
+        layer.attention.tensor_mesh = mesh
+        shared = getattr(layer.feed_forward, "shared_experts", layer.feed_forward)
+        parallelize_module(shared, mesh, GATED)
+    model.to_empty(device="cpu")
+    initialise(model, seed=5)
+    batch = tokens(2, seed=1)
+    loss = loss_of(model(batch), batch)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: whole(one.grad).clone() for name, one in model.named_parameters()}
+
+
+def experts_in_fsdp() -> dict[str, Tensor]:
+    """Experts over two ranks and their weights sharded over the other two, the rest over all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    everyone = init_device_mesh("cpu", (4,))
+    with torch.device("meta"):
+        model = build_model(deepseek())
+    distribute_experts(model, mesh["ep"])
+    for layer in model.layers.values():
+        if isinstance(layer.feed_forward, MixtureOfExperts):
+            fully_shard(layer.feed_forward.experts, mesh=mesh["efsdp"])
+            # Its gradients are sums over the ranks of the expert-parallel group: the mean is over all four.
+            layer.feed_forward.experts.set_gradient_divide_factor(4.0)
+            layer.feed_forward.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on its way
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    model.to_empty(device="cpu")
+    initialise(model, seed=5)
+    batch = tokens(4, seed=1)[dist.get_rank()].unsqueeze(0)
+    loss = loss_of(model(batch), batch)
+    loss.backward()
     return {"loss": loss.detach()} | {name: whole(one.grad).clone() for name, one in model.named_parameters()}

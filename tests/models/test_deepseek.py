@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, resolve, verify
+from lowtide._torch_private import FakeTensorMode
 from lowtide.errors import ModelError
 from lowtide.models.build import build_model
 from lowtide.operators.survey import survey
@@ -152,3 +153,12 @@ def test_every_decision_is_exact_with_the_grouped_product(name: str) -> None:
 def test_prediction_layers_are_refused() -> None:
     with pytest.raises(ModelError, match="num_nextn_predict_layers"):
         build_model(llama(prediction_layers=1))
+
+
+def test_it_can_be_traced_without_computing_anything() -> None:
+    # In bfloat16: torch's grouped product knows no other type where there are no values.
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        model = build_model(deepseek())
+        batch = torch.zeros(2, LENGTH, dtype=torch.int64)
+        loss_of(model(batch), batch).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())

@@ -251,3 +251,31 @@ def test_experts_on_two_ranks_are_those_of_one_process(decision: str, four_ranks
     for answer in answers:
         for name, parameter in expected.items():
             torch.testing.assert_close(answer[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def trained(batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model = built(deepseek(), seed=5)
+    loss = loss_of(model(batch), batch)
+    loss.backward()
+    return loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, one in expected.items() if not torch.allclose(found[name], one, rtol=1e-4, atol=1e-6)]
+
+
+@pytest.mark.xdist_group("four ranks")
+def test_latent_attention_and_shared_experts_can_be_tensor_parallel(four_ranks: Ranks) -> None:
+    loss, expected = trained(tokens(2, seed=1))
+    for found in four_ranks.run(layouts.latent_tensor_parallel):
+        torch.testing.assert_close(found["loss"], loss, rtol=1e-6, atol=1e-6)
+        assert differing(found, expected) == []
+
+
+@pytest.mark.xdist_group("four ranks")
+def test_divided_experts_can_be_sharded_further(four_ranks: Ranks) -> None:
+    loss, expected = trained(tokens(4, seed=1))
+    answers = four_ranks.run(layouts.experts_in_fsdp)
+    torch.testing.assert_close(torch.stack([one["loss"] for one in answers]).mean(), loss, rtol=1e-6, atol=1e-6)
+    for found in answers:
+        assert differing(found, expected) == []

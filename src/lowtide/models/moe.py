@@ -27,7 +27,7 @@ from lowtide.errors import ModelError
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.feed_forward import FeedForward, FusedSwiGLU
 from lowtide.models.grouped import GroupedLinear
-from lowtide.models.router import Router, Routing
+from lowtide.models.router import Router, Routing, count_slots
 
 __all__ = ["Experts", "MixtureOfExperts", "distribute_experts"]
 
@@ -141,7 +141,7 @@ class Plan(nn.Module):
     def _planned(self, experts: Tensor, weights: Tensor) -> Planned:
         tokens, chosen = experts.shape
         flat = experts.flatten()
-        counts = torch.bincount(flat, minlength=self.shape.count)
+        counts = count_slots(flat, self.shape.count)
         order = flat.argsort(stable=True)
         if self.shape.capacity is not None:
             order, counts = self._within_capacity(flat, weights.flatten(), order, counts, self.shape.capacity)

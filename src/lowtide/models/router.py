@@ -16,6 +16,7 @@ __all__ = [
     "Router",
     "Routing",
     "auxiliary_losses",
+    "count_slots",
     "expert_fractions",
     "reset_expert_counts",
     "routers_of",
@@ -111,11 +112,17 @@ class Router(nn.Module):
         if current_backward() != -1 or not self.training:
             return  # repeated in backward: it was recorded when it first ran
         with torch.no_grad():
-            counts = torch.bincount(experts.flatten(), minlength=self.shape.count)
+            counts = count_slots(experts, self.shape.count)
             self.counts = counts if self.counts is None else self.counts + counts
             if losses is not None:
                 loss = losses.detach()
                 self.loss = loss if self.loss is None else self.loss + loss
+
+
+def count_slots(experts: Tensor, count: int) -> Tensor:
+    """How many slots chose each expert. Unlike ``bincount`` its size is known beforehand, so that it can be traced."""
+    flat = experts.flatten()
+    return flat.new_zeros(count).scatter_add(0, flat, torch.ones_like(flat))
 
 
 class _Attach(torch.autograd.Function):
