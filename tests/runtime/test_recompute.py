@@ -331,6 +331,18 @@ def test_nobody_listens_to_a_call_that_its_node_knows() -> None:
     )
 
 
+def test_what_is_saved_twice_is_rebuilt_once() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        hidden = functional.silu(self.up(x))
+        return x + self.down(hidden) + self.down(hidden.view(2, 2, 16)).view(4, 8)
+
+    expected, _ = train(body, None)
+    found, handle = train(body, recompute("silu"))
+    assert same(expected, found)
+    # Three layers, four steps; the first layer is learnt in the first.
+    assert sum(one.recomputes for one in handle.receipt().operators) == 3 * 4 - 1
+
+
 @pytest.mark.parametrize("decision", [Swap(2), Swap(2, tier="disk"), Recompute()], ids=str)
 @pytest.mark.parametrize("name", ["mlp.gate", "mlp.up", "norm"])
 def test_what_a_node_saved_may_be_swapped_or_rebuilt_itself(name: str, decision: Any) -> None:

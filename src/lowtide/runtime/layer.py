@@ -310,7 +310,9 @@ class Run:
     def _repeated(self, tensor: Tensor, action: Action) -> Saved | None:
         base = tensor._base
         whole = tensor if base is None else base
-        repeated = self.repeated.get(whole.grad_fn) if action.shared and self.repeated else None
+        repeated = None
+        if action.shared and self.repeated is not None and not whole._version:
+            repeated = self.repeated.get(whole.grad_fn)
         if repeated is not None:
             repeated.pending += 1
         else:
