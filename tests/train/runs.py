@@ -12,16 +12,23 @@ import torch.distributed as dist
 from layout_cases import MODELS
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
+from lowtide.train.record import StepRecord
 
 
 def train(model: str, settings: dict[str, Any], steps: int = 3, device: str = "cpu") -> list[tuple[float, float]]:
     """The losses and norms of a few steps, on every rank that calls this."""
+    records = records_of(MODELS[model], settings, steps, device)
+    return [(record.loss, record.global_norm or 0.0) for record in records]
+
+
+def records_of(text: str, settings: dict[str, Any], steps: int = 3, device: str = "cpu") -> list[StepRecord]:
+    """The first steps of the run that a file's text asks for."""
     box = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     dist.broadcast_object_list(box)
     directory = Path(box[0])
     file = directory / "run.yaml"
     if dist.get_rank() == 0:
-        file.write_text(MODELS[model])
+        file.write_text(text)
     dist.barrier()
     overrides = {tuple(key.split(".")): value for key, value in settings.items()}
     options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
@@ -31,4 +38,18 @@ def train(model: str, settings: dict[str, Any], steps: int = 3, device: str = "c
     loop.checkpoints.close()
     for _, handle in loop.job.handles:
         handle.remove()
-    return [(record.loss, record.global_norm or 0.0) for record in records]
+    return records
+
+
+def loaded_loss(text: str, settings: dict[str, Any]) -> float:
+    """The loss of the first step with the weights that the file names."""
+    directory = Path(tempfile.mkdtemp())
+    (directory / "run.yaml").write_text(text)
+    overrides = {tuple(key.split(".")): value for key, value in settings.items()}
+    options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
+    loop = prepare(directory / "run.yaml", overrides, options, torch.device("cpu"))
+    assert loop.resume() == 0
+    loss = loop.one(1).loss
+    loop.data.close()
+    loop.checkpoints.close()
+    return loss

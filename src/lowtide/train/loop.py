@@ -22,8 +22,8 @@ from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.job import Job, stage_shapes
 from lowtide.train.loss_scale import scale_of
 from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
-from lowtide.train.mesh import Meshes
-from lowtide.train.monitors import DropRate, JsonLines, LossLine, ProgressBar, TensorBoard, WandB
+from lowtide.train.mesh import Meshes, rank_seed
+from lowtide.train.monitors import Curve, DropRate, JsonLines, LossLine, ProgressBar, TensorBoard, WandB
 from lowtide.train.objective import Objective
 from lowtide.train.optimizer import make_optimizers
 from lowtide.train.options import TrainOptions
@@ -102,7 +102,7 @@ class Loop:
             parts=job.models,
             optimizers=self.optimizers,
             progress={"step": 0, **self.data.state(0)},
-            seed=run.seed,
+            seed=rank_seed(run, meshes),
             layout=str(run.degrees),
         )
 
@@ -135,7 +135,7 @@ class Loop:
 
     def train(self, console: Console | None) -> dict[str, Any]:
         """Train to the last step; what became of the run, for ``--json``."""
-        begun = self._resume()
+        begun = self.resume()
         record: StepRecord | None = None
         with ExitStack() as stack:
             stack.callback(self.data.close)
@@ -163,13 +163,13 @@ class Loop:
             "loss": record.loss if record is not None else None,
         }
 
-    def _resume(self) -> int:
+    def resume(self) -> int:
         """Load the checkpoint the run continues from; the step it was saved after, 0 for the beginning."""
         if self.directory.checkpoint is None:
             self._load_weights()
             return 0
-        if self.directory.checkpoint.parent == self.checkpoints.directory:
-            self.checkpoints.resume(self.state)
+        if self.options.resume in (None, "auto"):
+            self.checkpoints.resume(self.state)  # the newest that is not damaged
         else:
             self.checkpoints.load(self.state, self.directory.checkpoint)
         progress = self.state.progress
@@ -237,7 +237,7 @@ class Loop:
         if any(isinstance(one, MoEDropRateCallback) for one in self.settings.callbacks):
             found.append(DropRate())
         if dist.get_rank() == 0:
-            found += [JsonLines(self.directory.metrics, after=begun), ProgressBar(console)]
+            found += [JsonLines(self.directory.metrics, after=begun), Curve(), ProgressBar(console)]
             if "tensorboard" in self.options.track:
                 found.append(TensorBoard(self.directory.path / "tensorboard", after=begun))
             if "wandb" in self.options.track:

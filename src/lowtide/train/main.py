@@ -20,7 +20,7 @@ from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.job import build_job
 from lowtide.train.logs import start_logging
 from lowtide.train.loop import Loop
-from lowtide.train.mesh import Meshes, make_meshes, process_group
+from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
 from lowtide.train.run_directory import RunDirectory, config_text, on_first_rank, open_run_directory
@@ -58,21 +58,18 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
     run = read_run(check, dist.get_world_size())
     assert check.settings is not None
     meshes = make_meshes(run.degrees, device)
-    _seed(run, meshes)
+    torch.manual_seed(rank_seed(run, meshes))
+    if run.deterministic:
+        torch.use_deterministic_algorithms(True)
     checkpoints, every = _checkpoints(check, options)
     newest = checkpoints.latest()
     directory = on_first_rank(lambda: _open(check, overrides, options, newest))
+    if newest is not None and directory.checkpoint is None:  # the earlier run was moved aside
+        checkpoints.close()
+        checkpoints, every = _checkpoints(check, options)
     _say(check, run, directory)
     job = build_job(run, check.settings, check.policy, meshes)
     return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
-
-
-def _seed(run: Run, meshes: Meshes) -> None:
-    """Ranks that see other samples, or have other layers, draw other numbers; those that share a matrix, the same."""
-    place = meshes.data.get_local_rank() * run.degrees.pipeline + meshes.pipeline.get_local_rank()
-    torch.manual_seed(run.seed + 1_000_003 * place)
-    if run.deterministic:
-        torch.use_deterministic_algorithms(True)
 
 
 def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]:

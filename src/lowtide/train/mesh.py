@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide._torch_private import flattened
-from lowtide.train.run import Degrees
+from lowtide.train.run import Degrees, Run
 
-__all__ = ["Meshes", "make_meshes", "process_group"]
+__all__ = ["Meshes", "make_meshes", "process_group", "rank_seed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,13 @@ class Meshes:
     def leads(self) -> bool:
         """Whether this rank speaks for its pipeline stage."""
         return self.data.get_local_rank() == 0 and self.tensor.get_local_rank() == 0
+
+
+def rank_seed(run: Run, meshes: Meshes) -> int:
+    """What this rank draws from. Ranks that see other samples, or have other layers, draw other numbers; ranks that
+    share a layer's matrices draw the same."""
+    place = meshes.data.get_local_rank() * run.degrees.pipeline + meshes.pipeline.get_local_rank()
+    return run.seed + 1_000_003 * place
 
 
 @contextmanager

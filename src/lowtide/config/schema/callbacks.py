@@ -20,7 +20,7 @@ __all__ = [
     "TrainCallBack",
 ]
 
-FORMAT = "checkpoints are written as safetensors, each part once"
+FORMAT = "checkpoints are written by torch's distributed checkpoint, each part once"
 
 
 class MFLossMonitor(Section):
@@ -47,12 +47,12 @@ class CheckpointMonitor(Section):
     """Checkpoints that are kept; 0 keeps all; default 5."""
     integrated_save: Annotated[bool, NoEffect(FORMAT)] | None = None
     """Whether the reference joins the parts of a weight; default: unset."""
-    async_save: Annotated[bool, NoEffect("checkpoints are written before the next step", harmless=(False,))] = False
+    async_save: bool = False
     """Whether training goes on while files are written; default false."""
     checkpoint_format: Annotated[Literal["safetensors", "ckpt"], NoEffect(FORMAT, harmless=("safetensors",))] = (
         "safetensors"
     )
-    """The format of the files; always safetensors here."""
+    """The format of the reference's files; default safetensors."""
     remove_redundancy: Annotated[bool, NoEffect(FORMAT)] | None = None
     """Whether each part is written by one rank only; always so here; default: unset."""
 
