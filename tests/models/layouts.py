@@ -19,11 +19,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, apply
+from lowtide.models.auxiliary import set_auxiliary_scale
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
 from lowtide.models.initialise import initialise
 from lowtide.models.moe import MixtureOfExperts, distribute_experts
-from lowtide.models.router import set_auxiliary_scale
 from models.shapes import deepseek, llama, loss_of, tokens
 
 PLAN: dict[str, Any] = {

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, resolve, verify
 from lowtide._torch_private import FakeTensorMode
 from lowtide.errors import ModelError
+from lowtide.models.auxiliary import set_auxiliary_scale
 from lowtide.models.build import build_model
+from lowtide.models.prediction import prediction_loss
+from lowtide.models.router import reset_expert_counts, routers_of
 from lowtide.operators.survey import survey
-from models.shapes import LENGTH, built, deepseek, llama, loss_of, tokens
+from models.shapes import LENGTH, built, deepseek, loss_of, tokens
 
 NAMES = {
     "embedding": "model.embed_tokens", "head": "lm_head", "layers": "model.layers",
@@ -150,9 +154,51 @@ def test_every_decision_is_exact_with_the_grouped_product(name: str) -> None:
         verify(model, policy, batch, loss=loss, limits=Limits(minimum_bytes=1))
 
 
-def test_prediction_layers_are_refused() -> None:
+def test_prediction_layers_predict_the_tokens_after_the_next_and_reach_the_gradient() -> None:
+    shape = deepseek(prediction_layers=2, prediction_factor=0.5, experts={"auxiliary": 0.0})
+    model, batch = built(shape), tokens()
+    assert model.predictions is not None
+    assert model.embedding is not None
+    assert model.head is not None
+    model.train()
+    hidden = model.embedding(batch)
+    for layer in model.layers.values():
+        hidden = layer(hidden, model.rotary)
+    losses = []
+    for depth, layer in enumerate(model.predictions.layers.values(), 1):
+        own: Any = layer
+        embedded = own.embedding_norm(model.embedding(batch[:, depth:]))
+        hidden = own.layer(own.projection(torch.cat((own.hidden_norm(hidden[:, :-1]), embedded), -1)), model.rotary)
+        logits = model.head(own.norm(hidden))
+        losses.append(functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, depth + 1 :].flatten()))
+    expected = 0.5 * sum(losses) / 2
+    set_auxiliary_scale(model, 0.25)
+    loss = loss_of(model(batch), batch)
+    torch.testing.assert_close(prediction_loss(model), expected.detach())
+    loss.backward()
+    found = {name: one.grad.clone() for name, one in model.named_parameters()}
+    assert list(routers_of(model)) == [1, 2, 3, 4]
+    model.zero_grad()
+    set_auxiliary_scale(model, 0.0)
+    loss_of(model(batch), batch).backward()
+    (projection,) = torch.autograd.grad(expected, [model.predictions.layers["3"].projection.weight])
+    torch.testing.assert_close(found["predictions.layers.3.projection.weight"], 0.25 * projection, rtol=1e-4, atol=1e-7)
+    assert not torch.allclose(found["embedding.weight"], model.embedding.weight.grad, rtol=1e-3, atol=0)
+    model.eval()
+    reset_expert_counts(model)
+    model(batch)
+    assert prediction_loss(model) is None
+
+
+def test_every_decision_is_exact_with_prediction_layers() -> None:
+    model, batch = built(deepseek(prediction_layers=1)), tokens()
+    policy = Policy(POLICIES["mixed"], origin="solver")
+    verify(model, policy, batch, layers="layers", loss=lambda logits: loss_of(logits, batch))
+
+
+def test_prediction_layers_need_the_whole_model_on_one_stage() -> None:
     with pytest.raises(ModelError, match="num_nextn_predict_layers"):
-        build_model(llama(prediction_layers=1))
+        build_model(deepseek(prediction_layers=1), layers=[0], last=False)
 
 
 def test_it_can_be_traced_without_computing_anything() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowtide.errors import ModelError
+from lowtide.models.auxiliary import set_auxiliary_scale
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.grouped import GroupedLinear, grouped_product, loop_product
 from lowtide.models.moe import MixtureOfExperts
@@ -17,7 +18,6 @@ from lowtide.models.router import (
     auxiliary_losses,
     expert_fractions,
     reset_expert_counts,
-    set_auxiliary_scale,
     update_expert_bias,
 )
 from models import layouts

@@ -9,6 +9,7 @@ from lowtide.models.decoder import Decoder
 from lowtide.models.deepseek import deepseek_layer
 from lowtide.models.layer import DecoderLayer
 from lowtide.models.llama import llama_layer
+from lowtide.models.prediction import Predictions
 from lowtide.models.shape import DecoderShape
 
 __all__ = ["build_model"]
@@ -22,15 +23,20 @@ def build_model(
     A pipeline stage has some of the layers, an embedding if it is the first and a head if it is the last. Weights are
     filled by :func:`~lowtide.models.initialise.initialise`.
     """
-    if shape.prediction_layers:
-        raise ModelError(
-            f"the shape has {shape.prediction_layers} multi-token-prediction layers, which the reference models do not"
-            " have yet: set num_nextn_predict_layers to 0"
-        )
     chosen = range(shape.num_layers) if layers is None else list(layers)
     if beyond := [number for number in chosen if not 0 <= number < shape.num_layers]:
         raise ModelError(f"layers {beyond} were asked for; the model has layers 0 to {shape.num_layers - 1}")
-    return Decoder(shape, {number: _layer(shape, number) for number in chosen}, first=first, last=last)
+    predictions = None
+    if shape.prediction_layers:
+        if layers is not None or not (first and last):
+            raise ModelError(
+                f"the shape has {shape.prediction_layers} multi-token-prediction layers, which need the embedding and"
+                " the head on one stage: set num_nextn_predict_layers to 0, or use no pipeline stages"
+            )
+        numbers = range(shape.num_layers, shape.num_layers + shape.prediction_layers)
+        predictions = Predictions(shape, {number: _layer(shape, number) for number in numbers})
+    made = {number: _layer(shape, number) for number in chosen}
+    return Decoder(shape, made, first=first, last=last, predictions=predictions)
 
 
 def _layer(shape: DecoderShape, number: int) -> DecoderLayer:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import ModelError
 from lowtide.models.layer import DecoderLayer
+from lowtide.models.prediction import Predictions
 from lowtide.models.rotary import rotary_table
 from lowtide.models.shape import DecoderShape
 
@@ -25,7 +26,13 @@ class Decoder(nn.Module):
     rotary: Tensor
 
     def __init__(
-        self, shape: DecoderShape, layers: Mapping[int, DecoderLayer], *, first: bool = True, last: bool = True
+        self,
+        shape: DecoderShape,
+        layers: Mapping[int, DecoderLayer],
+        *,
+        first: bool = True,
+        last: bool = True,
+        predictions: Predictions | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -33,6 +40,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
         self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if last else None
+        self.predictions = predictions
         self.register_buffer("rotary", rotary_table(shape), persistent=False)
         self.tie()
 
@@ -45,6 +53,7 @@ class Decoder(nn.Module):
 
         ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on.
         """
+        tokens = hidden
         if self.embedding is not None:
             if hidden.shape[1] > self.rotary.shape[1]:
                 raise ModelError(
@@ -55,9 +64,16 @@ class Decoder(nn.Module):
         rotary = self.rotary if positions is None else self.rotary[:, positions]
         for layer in self.layers.values():
             hidden = layer(hidden, rotary)
+        last = hidden
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return hidden if self.head is None else self.head(hidden)
+        if self.head is None:
+            return hidden
+        logits: Tensor = self.head(hidden)
+        if self.predictions is not None and self.embedding is not None and self.training:
+            loss = self.predictions(last, tokens, self.rotary, self.embedding, self.head)
+            logits = self.predictions.auxiliary.attach(logits, loss)
+        return logits
 
     def make_buffers(self) -> None:
         """Fill what is computed from the shape; needed after ``to_empty``, which leaves it undefined."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowtide._torch_private import current_backward
+from lowtide.models.auxiliary import Auxiliary, auxiliaries_of
 from lowtide.models.experts_shape import ExpertsShape
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "expert_fractions",
     "reset_expert_counts",
     "routers_of",
-    "set_auxiliary_scale",
     "update_expert_bias",
 ]
 
@@ -46,11 +46,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(shape.count, dtype=torch.float32) if shape.bias else None)
         self.counts: Tensor | None = None
         """Slots that chose each expert since the last reset. No buffer: no wrapper may copy it from another rank."""
-        self.loss: Tensor | None = None
-        """The sum of its losses, each micro batch's once, since the last reset."""
-        self.scale: Tensor | None = None
-        """What the gradients of its losses are multiplied by; read when backward comes here."""
-        self.scale_value = 1.0
+        self.auxiliary = Auxiliary()
         nn.init.normal_(self.weight, std=0.02)
 
     def make_buffers(self) -> None:
@@ -72,9 +68,9 @@ class Router(nn.Module):
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             weights = weights * shape.scaling
             losses = self._losses(logits, scores, experts)
-        if losses is not None and self.training and torch.is_grad_enabled():
-            weights = _Attach.apply(weights, losses, self._scale(hidden.device))
-        self._record(experts, losses)
+        if losses is not None and self.training:
+            weights = self.auxiliary.attach(weights, losses)
+        self._record(experts)
         return Routing(weights.flatten(0, 1), experts.flatten(0, 1))
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -103,39 +99,18 @@ class Router(nn.Module):
             parts.append(shape.z_loss * logits.logsumexp(-1).square().mean())
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _scale(self, device: torch.device) -> Tensor:
-        if self.scale is None or self.scale.device != device:
-            self.scale = torch.tensor(self.scale_value, device=device)
-        return self.scale
-
-    def _record(self, experts: Tensor, losses: Tensor | None) -> None:
+    def _record(self, experts: Tensor) -> None:
         if current_backward() != -1 or not self.training:
             return  # repeated in backward: it was recorded when it first ran
         with torch.no_grad():
             counts = count_slots(experts, self.shape.count)
             self.counts = counts if self.counts is None else self.counts + counts
-            if losses is not None:
-                loss = losses.detach()
-                self.loss = loss if self.loss is None else self.loss + loss
 
 
 def count_slots(experts: Tensor, count: int) -> Tensor:
     """How many slots chose each expert. Unlike ``bincount`` its size is known beforehand, so that it can be traced."""
     flat = experts.flatten()
     return flat.new_zeros(count).scatter_add(0, flat, torch.ones_like(flat))
-
-
-class _Attach(torch.autograd.Function):
-    """Passes weights on, and sends a gradient into the losses, so that nobody has to hand them on."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, scale: Tensor) -> Tensor:
-        ctx.scale = scale  # no saved tensor: it is meant to be what it is when backward runs
-        return weights.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], ctx.scale.clone(), None
 
 
 def routers_of(model: nn.Module) -> dict[int, Router]:
@@ -149,21 +124,10 @@ def routers_of(model: nn.Module) -> dict[int, Router]:
     return found
 
 
-def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """What the routers' losses weigh in the gradients of one micro batch, from the next backward on.
-
-    It is what the micro batch's main loss is multiplied by before backward: the loss scale over the number of micro
-    batches. With several model parts on a rank, call it for each.
-    """
-    for router in routers_of(model).values():
-        router.scale_value = scale
-        if router.scale is not None:
-            router.scale.fill_(scale)
-
-
 def auxiliary_losses(model: nn.Module) -> dict[int, Tensor]:
     """By layer, the sum of a router's losses over the micro batches since the last reset, on this rank."""
-    return {number: router.loss for number, router in routers_of(model).items() if router.loss is not None}
+    routers = routers_of(model).items()
+    return {number: one.auxiliary.value for number, one in routers if one.auxiliary.value is not None}
 
 
 def expert_fractions(model: nn.Module) -> dict[int, Tensor]:
@@ -179,9 +143,11 @@ def expert_fractions(model: nn.Module) -> dict[int, Tensor]:
 
 
 def reset_expert_counts(model: nn.Module) -> None:
-    """Begin a new step: nothing routed, no losses."""
+    """Begin a new step: nothing routed, and no losses, those of prediction layers included."""
     for router in routers_of(model).values():
-        router.counts = router.loss = None
+        router.counts = None
+    for auxiliary in auxiliaries_of(model):
+        auxiliary.value = None
 
 
 def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
