@@ -31,5 +31,9 @@ class Kept:
 
 
 def kept_apart(tensor: Tensor) -> Kept:
-    """As :class:`Kept`, apart from the node that made the tensor, where that is the node that saves it."""
+    """As :class:`Kept`, apart from the tensor's graph.
+
+    The node that saves it may be in there: it made the tensor, or the tensor is written to later, and then its graph
+    is that of the write, which comes after.
+    """
     return Kept(without_graph(tensor))

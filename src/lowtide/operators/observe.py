@@ -254,7 +254,8 @@ class Watcher:
         )
         if self.saved is not None:
             self.saved(tensor, origin.source)
-        return kept_apart(tensor) if output else Kept(tensor)
+        # A parameter has no graph, and is to be known as what it is.
+        return Kept(tensor) if isinstance(tensor, nn.Parameter) else kept_apart(tensor)
 
 
 class _OpenCall:

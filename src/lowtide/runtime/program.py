@@ -148,10 +148,7 @@ def compile_layer(
         # Inside the layer nobody wrote to the others when it was learnt, and outside it nobody else has them.
         checked = pack.rewritten or pack.source in ("boundary", "root")
         if isinstance(decision, Keep) and not reached:
-            keeping: Keeping | None = without_graph if pack.output else None
-            if checked:
-                keeping = kept_apart if pack.output else Kept
-            actions.append(keeping)
+            actions.append(kept_apart if checked else without_graph if pack.output else None)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
         final = last[pack.storage] == number
