@@ -19,6 +19,7 @@ MORE = (
     Layout("per token", 2, {**data(2, 2), **SHARD, "runner_wrapper.calculate_per_token_loss": True}),
     Layout("each micro step reduced", 2, {**data(2, 2), **SHARD, f"{OPTIMIZER}.gradient_accumulation_shard": True}),
     Layout("fixed loss scale", 2, {**data(2, 2), "runner_wrapper.scale_sense": 1024.0}),
+    Layout("ep2 x fsdp2", 4, {**data(4, 1), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
     Layout("everything recomputed", 2, {**data(2, 2), **SHARD, "recompute_config.recompute": True}),
     Layout("attention swapped", 2, {**pipeline(), "swap_config.swap": True}),
 )
@@ -57,3 +58,12 @@ def test_a_layout_trains_what_one_process_trains(
 @pytest.mark.parametrize("model", MODELS)
 def test_accumulated_micro_steps_are_one_large_batch(model: str, alone: Any) -> None:
     close(alone(model, micro_steps=1), alone(model))
+
+
+def test_norms_of_queries_and_keys_are_right_under_tensor_parallel(ranks: Ranks) -> None:
+    normed = {**data(1, 4), "model.model_config.qk_layernorm": True}
+    alone = Ranks(1)
+    (expected,) = alone.run(runs.train, "llama", normed)
+    alone.stop()
+    for found in ranks.run(runs.train, "llama", {**normed, "parallel_config.model_parallel": 2}):
+        close(found, expected)

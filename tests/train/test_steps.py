@@ -103,6 +103,14 @@ def test_experts_tell_what_they_drop(ranks: Ranks) -> None:
         assert record.loss == pytest.approx(record.losses["lm"] + record.losses["auxiliary"])
 
 
+def test_prediction_layers_add_their_loss_in_every_layout(one: Ranks, ranks: Ranks) -> None:
+    deeper = {"model.model_config.num_nextn_predict_layers": 1, "model.model_config.mtp_loss_factor": 0.3}
+    alone = steps(one, MODELS["deepseek"], {**data(1, 4), **deeper})
+    shared = steps(ranks, MODELS["deepseek"], {**data(2, 2), **deeper, "parallel.enable_parallel_optimizer": True})
+    assert all(record.losses["mtp"] == pytest.approx(0.3 * record.losses["lm"], rel=0.1) for record in alone)
+    assert [record.loss for record in shared] == pytest.approx([record.loss for record in alone], rel=1e-6)
+
+
 def test_the_newer_layout_trains_the_same_model(one: Ranks, ranks: Ranks) -> None:
     alone, shared = steps(one, NEWER, {}), steps(ranks, NEWER, {})
     assert [record.loss for record in shared] == pytest.approx([record.loss for record in alone], rel=1e-6)

@@ -1,4 +1,4 @@
-"""What the runner has to do about routers in each step: weigh their losses, move their bias, tell their load."""
+"""Losses beside the main one, and what routers need in each step: weigh them, move biases, tell the load."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.models.router import (
-    auxiliary_losses,
-    expert_fractions,
-    reset_expert_counts,
-    routers_of,
-    set_auxiliary_scale,
-    update_expert_bias,
-)
+from lowtide.models.auxiliary import auxiliaries_of, set_auxiliary_scale
+from lowtide.models.prediction import prediction_loss
+from lowtide.models.router import auxiliary_losses, expert_fractions, reset_expert_counts, update_expert_bias
 from lowtide.train.drop_rate import mean_drop_rates, summed_drop_rates
 
 __all__ = ["ExpertLoad"]
 
 
 class ExpertLoad:
-    """The routers of this rank's parts of the model; nothing for a dense model."""
+    """The routers and prediction layers of this rank's parts of the model; nothing for a plain one."""
 
     def __init__(
         self, parts: Sequence[nn.Module], data: dist.ProcessGroup, device: torch.device, *, layers: int, experts: int
     ) -> None:
-        self.parts = [part for part in parts if routers_of(part)]
+        self.parts = [part for part in parts if auxiliaries_of(part)]
         self.data, self.device, self.layers, self.experts = data, device, layers, experts
         self.capacity: float | None = None
         """The capacity factor that drop rates are told for; None to tell none."""
@@ -44,17 +39,29 @@ class ExpertLoad:
             update_expert_bias(part, self.data)
 
     def told(self) -> Tensor:
-        """What ranks add up, in one vector: the routers' losses, then the drop rate of every layer of the model."""
-        losses = [loss for part in self.parts for loss in auxiliary_losses(part).values()]
-        total = torch.stack(losses).sum().reshape(1) if losses else torch.zeros(1, device=self.device)
+        """What ranks add up, in one vector: routers' losses, prediction layers', then each layer's drop rate."""
+        losses = torch.zeros(2, device=self.device)
+        for part in self.parts:
+            for loss in auxiliary_losses(part).values():
+                losses[0] += loss
+            predicted = prediction_loss(part)
+            if predicted is not None:
+                losses[1] += predicted
         if self.capacity is None:
-            return total
+            return losses
         fractions = torch.zeros(self.layers, self.experts, device=self.device)
         for part in self.parts:
             for layer, found in expert_fractions(part).items():
                 fractions[layer] = found
-        return torch.cat((total, summed_drop_rates(fractions, self.capacity).flatten()))
+        return torch.cat((losses, summed_drop_rates(fractions, self.capacity).flatten()))
+
+    def losses(self, told: Tensor, micro_steps: int) -> dict[str, float]:
+        """The losses beside the main one by name, from what all ranks told together."""
+        if not self.parts:
+            return {}
+        auxiliary, predicted = (told[:2] / micro_steps).tolist()
+        return {"auxiliary": auxiliary, **({"mtp": predicted} if predicted else {})}
 
     def drop_rates(self, told: Tensor) -> dict[int, float]:
         """The drop rate of each layer that routed anything, from what all ranks told together."""
-        return mean_drop_rates(told[1:].view(-1, 2)) if self.capacity is not None else {}
+        return mean_drop_rates(told[2:].view(-1, 2)) if self.capacity is not None else {}

@@ -16,7 +16,7 @@ from lowtide.models.hugging_face import HuggingFaceDecoder, hugging_face_name
 from lowtide.models.initialise import initialise
 from lowtide.models.shape import DecoderShape, shape_of
 from lowtide.operators.layers import find_layers
-from lowtide.policy import Policy
+from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import Meshes
 from lowtide.train.parallel import divide_experts, divide_matrices, share_data
@@ -66,10 +66,19 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             "tie_word_embeddings is true: the embedding and the head share weights, which pipeline and tensor parallel"
             " would divide differently; write false, or use data parallel only"
         )
+    if shape.prediction_layers:
+        if run.degrees.tensor > 1:
+            raise ConfigError(
+                f"num_nextn_predict_layers is {shape.prediction_layers}: multi-token prediction does not go with tensor"
+                " parallel; write 0, or model_parallel: 1"
+            )
+        if policy is not None and any(layer != LayerPolicy() for layer in policy.layers[shape.num_layers :]):
+            logger.warning("multi-token-prediction layers keep their activations: decisions are for the layers before")
     models, handles = [], []
     for stage in stages:
         with torch.device("meta"):
-            model = build_model(shape, layers=stage.layers, first=stage.first, last=stage.last)
+            whole = stage.total == 1
+            model = build_model(shape, layers=None if whole else stage.layers, first=stage.first, last=stage.last)
         model = model.to(getattr(torch, run.precision.parameters))
         divide_matrices(model, run, meshes)
         divide_experts(model, meshes)

@@ -85,11 +85,11 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
         self.place("loss")
         main, told = self._summed(losses)
-        auxiliary = float(told[0]) / self.run.micro_steps if self.experts.parts else None
+        others = self.experts.losses(told, self.run.micro_steps)
         self.experts.end()
         return Outcome(
-            loss=main + (auxiliary or 0.0),
-            losses={"lm": main, "auxiliary": auxiliary} if auxiliary is not None else {},
+            loss=main + sum(others.values()),
+            losses={"lm": main, **others} if others else {},
             drop_rates=self.experts.drop_rates(told),
             global_norm=float(norm) if norm is not None else None,
             overflow=overflow,
