@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-PATIENCE = 90  # seconds; the machine is shared
+PATIENCE = 240  # seconds; the machine is shared, and up to four processes start at once
 
 
 class Ranks:
