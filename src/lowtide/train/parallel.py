@@ -63,7 +63,11 @@ def divide_matrices(model: Decoder, run: Run, meshes: Meshes) -> None:
         # Routed experts are whole on every rank: their block's output is joined, and divided again behind it.
         plan["feed_forward.shared_experts.w2"] = RowwiseParallel(output_layouts=Replicate())
         # A norm over each head sees this rank's heads only: its gradient is a sum over ranks.
-        plan.update(dict.fromkeys(("attention.q_norm", "attention.k_norm"), SequenceParallel(sequence_dim=2)))
+        plan.update(
+            dict.fromkeys(
+                ("attention.q_norm", "attention.k_norm"), SequenceParallel(sequence_dim=2, use_local_output=True)
+            )
+        )
         if sequence:
             plan.update(dict.fromkeys(_NORMS, SequenceParallel(use_local_output=True)))
             plan["attention"] = PrepareModuleInput(
@@ -123,4 +127,5 @@ def _share_experts(experts: Experts, run: Run, settings: dict[str, Any]) -> None
     shared = fully_shard(experts, shard_placement_fn=None if by_expert else lambda parameter: Shard(1), **settings)
     # Tokens of all data-parallel ranks have come to these experts: their gradients are a sum over all of them.
     shared.set_gradient_divide_factor(float(run.degrees.data))
-    shared.set_force_sum_reduction_for_comms(True)  # not every backend can divide while it adds
+    if ranks > 1:  # not every backend can divide while it adds; torch 2.13 would divide twice on a single rank
+        shared.set_force_sum_reduction_for_comms(True)
