@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
-from lowtide.cli.train import _arguments, _launch, _options, _read
+from lowtide.cli.train import Tracker, _arguments, _launch, _options, _read
 
 ROOT = Path(__file__).parents[2]
 FILE = "model:\n  model_config:\n    num_layers: 4\nrecompute_config:\n  recompute: True\n"
@@ -49,6 +49,7 @@ def test_a_rank_is_told_exactly_what_the_command_was_told(file: Path) -> None:
         log_dir=Path("output/msrun"),
         watchdog=60.0,
         timeout=30.0,
+        track=[Tracker.wandb, Tracker.tensorboard],
         as_json=True,
     )
     assert options.run_directory == Path("output")
@@ -57,13 +58,13 @@ def test_a_rank_is_told_exactly_what_the_command_was_told(file: Path) -> None:
     again, check = _read(rank["file"], rank["overrides"], rank["run_mode"], rank["use_parallel"], rank["accumulation"])
     assert again == values
     assert [type(value) for value in again.values()] == [type(value) for value in values.values()]
-    keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "timeout", "as_json")
+    keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "timeout", "track", "as_json")
     assert _options(check, **{key: rank[key] for key in keys}) == options
     assert rank["processes"] is None  # a rank starts nobody
 
 
 def test_logs_are_in_the_run_directory_unless_said_otherwise(file: Path) -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("resume", "log_dir", "watchdog"))
+    nothing: dict[str, Any] = dict.fromkeys(("resume", "log_dir", "watchdog", "track"))
     plain = {"fresh": False, "dry_run": False, "timeout": 900.0, "as_json": False}
     _, check = _read(file, ["output_dir=somewhere"], None, None, None)
     assert _options(check, **(nothing | plain)).log_dir == Path("somewhere/logs")

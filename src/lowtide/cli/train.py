@@ -226,7 +226,7 @@ def train(
             log_dir=log_dir,
             watchdog=watchdog,
             timeout=timeout,
-            track=tuple(one.value for one in track or ()),
+            track=track,
             as_json=as_json,
         )
         asked = {
@@ -305,7 +305,7 @@ def _options(
     log_dir: Path | None,
     watchdog: float | None,
     timeout: float,
-    track: tuple[str, ...],
+    track: list[Tracker] | None,
     as_json: bool,
 ) -> TrainOptions:
     from lowtide.train.launch import launched
@@ -326,7 +326,7 @@ def _options(
         fresh=fresh,
         watchdog=watchdog,
         timeout=timeout,
-        track=track,
+        track=tuple(str(one) for one in track or ()),
         redirect=launched(),
         restarted=restarted(),
     )
