@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from lowtide.errors import ConfigError
 from lowtide.train.logs import start_logging
-from lowtide.train.monitors import DropRate, JsonLines, LossLine, ProgressBar, TensorBoard, WandB
+from lowtide.train.monitors import Curve, DropRate, JsonLines, LossLine, Profile, ProgressBar, TensorBoard, WandB
 from lowtide.train.monitors.loss_line import format_loss_line
 from lowtide.train.monitors.scalars import scalars
 from step_records import record
@@ -141,3 +142,24 @@ def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
+
+
+def test_the_profiled_window_is_written_as_a_trace(tmp_path: Path) -> None:
+    monitor = Profile(tmp_path / "profile" / "rank_0.json", begun=0, first=2, last=3, memory=False)
+    for step in range(1, 5):
+        torch.ones(step).sum()
+        monitor.step(record(step))
+    monitor.close()
+    events = json.loads((tmp_path / "profile" / "rank_0.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::sum" for event in events) == 2
+
+
+def test_the_curve_says_where_the_loss_went(lines: pytest.LogCaptureFixture) -> None:
+    curve = Curve()
+    for step in range(1, 1001):
+        curve.step(record(step, loss=1000.0 / step))
+    curve.close()
+    (line,) = lines.messages
+    assert line.startswith("loss 1000.0000 -> 1.0000 in 1000 steps")
+    assert line[-60] == "█"
+    assert line.endswith("▁")

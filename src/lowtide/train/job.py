@@ -88,7 +88,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         models.append(model)
     for model in models:
         share_data(model, model.layers.values(), run, meshes)
-        model.to_empty(device=meshes.device if not run.offload else "cpu")
+        model.to_empty(device=meshes.device)
         initialise(model, seed=run.seed)
     return Job(
         stages=stages,
@@ -110,7 +110,7 @@ def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, mes
             f" FSDP only; found tensor {degrees.tensor}, pipeline {degrees.pipeline}, expert {degrees.expert}"
         )
     model = HuggingFaceDecoder(settings.top_level.pretrained_model_dir, seed=run.seed)
-    model = model.to(meshes.device if not run.offload else "cpu", getattr(torch, run.precision.parameters)).train()
+    model = model.to(meshes.device, getattr(torch, run.precision.parameters)).train()
     layers = find_layers(model)
     (stage,) = stages_of(run.placement, 0)
     handles = [(stage, apply(model, policy, layers=layers.path))] if policy is not None else []

@@ -23,7 +23,7 @@ from lowtide.train.job import Job, stage_shapes
 from lowtide.train.loss_scale import scale_of
 from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
 from lowtide.train.mesh import Meshes, rank_seed
-from lowtide.train.monitors import Curve, DropRate, JsonLines, LossLine, ProgressBar, TensorBoard, WandB
+from lowtide.train.monitors import Curve, DropRate, JsonLines, LossLine, Profile, ProgressBar, TensorBoard, WandB
 from lowtide.train.objective import Objective
 from lowtide.train.optimizer import make_optimizers
 from lowtide.train.options import TrainOptions
@@ -236,6 +236,11 @@ class Loop:
         ]
         if any(isinstance(one, MoEDropRateCallback) for one in self.settings.callbacks):
             found.append(DropRate())
+        top = self.settings.top_level
+        if top.profile and self.meshes.leads:
+            file = self.directory.path / "profile" / f"rank_{dist.get_rank()}.json"
+            first = 1 if top.init_start_profile else top.profile_start_step
+            found.append(Profile(file, begun=begun, first=first, last=top.profile_stop_step, memory=top.profile_memory))
         if dist.get_rank() == 0:
             found += [JsonLines(self.directory.metrics, after=begun), Curve(), ProgressBar(console)]
             if "tensorboard" in self.options.track:
@@ -250,7 +255,8 @@ class Loop:
             return
         for stage, handle in self.job.handles:
             receipt = handle.receipt()
-            self.receipts.append(receipt)
+            if wants_memory_statistics():
+                self.receipts.append(receipt)
             line = {"step": step, "layers": list(stage.layers), **receipt.as_json()}
             with self.directory.receipts(dist.get_rank()).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

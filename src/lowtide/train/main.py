@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.config.check import Check, check_file
-from lowtide.config.schema.callbacks import CheckpointMonitor
+from lowtide.config.schema.callbacks import CheckpointMonitor, EvalCallBack, MaxLogitsMonitor
 from lowtide.operators.names import layer_operators
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.job import build_job
@@ -59,6 +59,7 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
     assert check.settings is not None
     meshes = make_meshes(run.degrees, device)
     torch.manual_seed(rank_seed(run, meshes))
+    _limit_memory(check.settings.context.max_device_memory, device)
     if run.deterministic:
         torch.use_deterministic_algorithms(True)
     checkpoints, every = _checkpoints(check, options)
@@ -70,6 +71,18 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
     _say(check, run, directory)
     job = build_job(run, check.settings, check.policy, meshes)
     return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
+
+
+def _limit_memory(most: int | None, device: torch.device) -> None:
+    """``context.max_device_memory``, where the device's allocator takes a limit."""
+    limit = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+    if most is None or device.type == "cpu":
+        return
+    if limit is None:
+        logger.warning("context.max_device_memory has no effect: the allocator of %s takes no limit", device.type)
+        return
+    _, total = torch.accelerator.get_memory_info()
+    limit(min(1.0, most / total), device)
 
 
 def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]:
@@ -113,6 +126,10 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
         logger.log(getattr(logging, level), "%s", text)
     for problem in check.problems.warnings:
         logger.warning("%s:%d: %s", check.document.name, problem.line, problem.message)
+    assert check.settings is not None
+    for callback in check.settings.callbacks:
+        if isinstance(callback, (EvalCallBack, MaxLogitsMonitor)):
+            logger.warning("the callback %s has no effect: the runner trains only", callback.type)
     for note in run.notes:
         logger.info("%s", note)
     degrees = run.degrees

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -110,7 +110,6 @@ def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Run, meshes: 
         "mesh": meshes.sharded,
         "reshard_after_forward": run.reshard,
         "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy() if run.offload else OffloadPolicy(),
     }
     for layer in layers:
         for module in layer.modules():

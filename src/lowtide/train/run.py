@@ -108,8 +108,6 @@ class Run:
     """The step after which the run ends early."""
     reshard: bool
     """Whether gathered parameters are let go after forward and gathered again in backward."""
-    offload: bool
-    """Whether parameters and optimizer states live on the host."""
     seed: int
     """The seed of weights, dropout and data."""
     deterministic: bool
@@ -168,6 +166,8 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
         notes,
     )
     _check_world(degrees, world, "parallel_config")
+    if settings.optimizer.swap:
+        notes.append("optimizer.swap has no effect: optimizer states stay on the device; share them with FSDP instead")
     schedule = settings.parallel.pipeline_config.pipeline_scheduler
     stop = [runner.stop_step, *(getattr(callback, "stop_step", None) for callback in settings.callbacks)]
     pipelined = degrees.pipeline > 1
@@ -193,7 +193,6 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
         stop_step=min((step for step in stop if step), default=None),
         # The reference keeps gathered weights unless the gathering itself is to be repeated.
         reshard=bool(settings.recompute_config.parallel_optimizer_comm_recompute),
-        offload=settings.optimizer.swap,
         seed=settings.top_level.seed,
         deterministic=settings.context.deterministic in (True, "ON") or settings.top_level.train_precision_sync is True,
         output_dir=settings.top_level.output_dir,
@@ -221,6 +220,8 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
         notes,
     )
     _check_world(degrees, world, "parallelism")
+    if parallel.cpu_offload:
+        notes.append("cpu_offload has no effect: parameters and optimizer states stay on the device")
     local = training.local_batch_size
     micro_steps, left = divmod(training.global_batch_size or local * degrees.data, local * degrees.data)
     if left or not micro_steps:
@@ -252,7 +253,6 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
         steps=training.steps,
         stop_step=None,
         reshard=policy in (True, "always") or (policy == "default" and degrees.pipeline == 1),
-        offload=parallel.cpu_offload,
         seed=training.seed,
         deterministic=training.deterministic,
         output_dir=settings.top_level.output_dir,
