@@ -11,7 +11,7 @@ import torch
 from lowtide.config.check import Check
 from lowtide.models.build import build_model
 from lowtide.models.shape import shape_of
-from lowtide.policy import format_layers
+from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 from lowtide.units import format_bytes
@@ -80,10 +80,19 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
 
 
 def _decisions(stage: Stage, check: Check) -> str:
+    """How many layers are decided how; ``lowtide check`` says it layer by layer."""
     if check.policy is None:
-        return "keep"
-    counts = Counter(str(check.policy.layers[layer]) for layer in stage.layers)
-    return "; ".join(f"{count} x {decision}" for decision, count in counts.items())
+        return ""
+    counts = Counter(_word(check.policy.layers[layer]) for layer in stage.layers)
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
+
+
+def _word(layer: LayerPolicy) -> str:
+    if isinstance(layer.default, Recompute):
+        return "recomputed"
+    if isinstance(layer.default, Swap):
+        return "swapped"
+    return "by operator" if layer.rules else "kept"
 
 
 def _show(plan: dict[str, Any]) -> None:
@@ -92,7 +101,8 @@ def _show(plan: dict[str, Any]) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     degrees = ", ".join(f"{name} {value}" for name, value in plan["degrees"].items() if value not in (1, False))
-    console.print(f"{plan['processes']} processes" + (f": {degrees}" if degrees else ""))
+    processes = "1 process" if plan["processes"] == 1 else f"{plan['processes']} processes"
+    console.print(processes + (f": {degrees}" if degrees else ""))
     console.print(
         f"a step: {plan['samples_per_step']} samples, {plan['tokens_per_step']:,} tokens"
         f" ({plan['batch_size']} x {plan['micro_steps']} micro steps); parameters {plan['parameters']}, matrix products"

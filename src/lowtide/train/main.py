@@ -134,7 +134,7 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
         logger.info("%s", note)
     degrees = run.degrees
     logger.info(
-        "%d ranks: data %d (replicate %d x shard %d), tensor %d, pipeline %d, expert %d; %d samples a step"
+        "ranks: %d; data %d (replicate %d x shard %d), tensor %d, pipeline %d, expert %d; %d samples a step"
         " (%d x %d micro steps x %d ranks); %s %s",
         degrees.world,
         degrees.data,
