@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from layout_cases import MODELS
+from lowtide.train.loop import Loop
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
 from lowtide.train.record import StepRecord
@@ -34,10 +35,7 @@ def records_of(text: str, settings: dict[str, Any], steps: int = 3, device: str 
     options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
     loop = prepare(file, overrides, options, torch.device(device))
     records = [loop.one(step) for step in range(1, steps + 1)]
-    loop.data.close()
-    loop.checkpoints.close()
-    for _, handle in loop.job.handles:
-        handle.remove()
+    close(loop)
     return records
 
 
@@ -50,6 +48,13 @@ def loaded_loss(text: str, settings: dict[str, Any]) -> float:
     loop = prepare(directory / "run.yaml", overrides, options, torch.device("cpu"))
     assert loop.resume() == 0
     loss = loop.one(1).loss
+    close(loop)
+    return loss
+
+
+def close(loop: Loop) -> None:
+    """End a run in a process that goes on."""
     loop.data.close()
     loop.checkpoints.close()
-    return loss
+    for _, handle in loop.job.handles:
+        handle.remove()

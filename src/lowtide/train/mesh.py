@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -69,9 +70,11 @@ def process_group(patience: timedelta) -> Iterator[torch.device]:
     try:
         yield device
     finally:
+        make_meshes.cache_clear()
         dist.destroy_process_group()
 
 
+@cache  # groups have threads and connections: a process that makes several runs makes the same ones once
 def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
     """Neighbouring ranks share a layer's matrices, then experts, then parameters; stages lie farthest apart."""
     outer = degrees.shard // degrees.expert
