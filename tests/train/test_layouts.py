@@ -19,6 +19,16 @@ MORE = (
     Layout("per token", 2, {**data(2, 2), **SHARD, "runner_wrapper.calculate_per_token_loss": True}),
     Layout("each micro step reduced", 2, {**data(2, 2), **SHARD, f"{OPTIMIZER}.gradient_accumulation_shard": True}),
     Layout("fixed loss scale", 2, {**data(2, 2), "runner_wrapper.scale_sense": 1024.0}),
+    Layout("hsdp 2 x 2", 4, {**data(4, 1), **SHARD, f"{OPTIMIZER}.optimizer_weight_shard_size": 2}),
+    Layout(
+        "zero bubble V",
+        2,
+        {
+            **pipeline(),
+            "model.model_config.pp_interleave_num": 2,
+            "parallel.pipeline_config.pipeline_scheduler": "zero_bubble_v",
+        },
+    ),
     Layout("ep2 x fsdp2", 4, {**data(4, 1), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
     Layout("everything recomputed", 2, {**data(2, 2), **SHARD, "recompute_config.recompute": True}),
     Layout("attention swapped", 2, {**pipeline(), "swap_config.swap": True}),

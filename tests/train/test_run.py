@@ -11,6 +11,7 @@ from lowtide.errors import ConfigError
 from lowtide.operators.names import layer_operators
 from lowtide.train.pipeline import stages_of
 from lowtide.train.run import Degrees, Run, read_run
+from lowtide.train.without_effect import settings_without_effect
 
 GRAPH = """
 model: {model_config: {num_layers: 4, seq_length: 16}}
@@ -100,3 +101,21 @@ def test_zero_bubble_v_folds_the_second_chunk_back() -> None:
     assert run.schedule == "zero_bubble_v"
     assert [stage.number for stage in stages_of(run.placement, 0)] == [0, 3]
     assert [stage.layers for stage in stages_of(run.placement, 1)] == [(1,), (2,)]
+
+
+def test_what_the_runner_does_not_carry_out_is_said() -> None:
+    text = GRAPH + "moe_config: {expert_num: 4, topk_method: group_limited_greedy, enable_gmm_safe_tokens: true}\n"
+    text += "callbacks: [{type: CheckpointMonitor, prefix: mine}, {type: MFLossMonitor}]\n"
+    more = {("model", "model_config", "rotary_dtype"): "bf16", ("model", "model_config", "router_dense_type"): "fp32"}
+    settings = check_text(text, layer_operators, more).settings
+    assert settings is not None
+    found = settings_without_effect(settings)
+    assert [line.partition(":")[0] for line in found] == [
+        "rotary_dtype",
+        "topk_method",
+        "enable_gmm_safe_tokens",
+        "prefix",
+    ]
+    plain = check_text(GRAPH, layer_operators).settings
+    assert plain is not None
+    assert settings_without_effect(plain) == []

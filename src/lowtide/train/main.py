@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.config.check import Check, check_file
-from lowtide.config.schema.callbacks import CheckpointMonitor, EvalCallBack, MaxLogitsMonitor
+from lowtide.config.schema.callbacks import CheckpointMonitor
 from lowtide.operators.names import layer_operators
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.job import build_job
@@ -24,6 +24,7 @@ from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
 from lowtide.train.run_directory import RunDirectory, config_text, on_first_rank, open_run_directory
+from lowtide.train.without_effect import settings_without_effect
 
 __all__ = ["prepare", "train"]
 
@@ -127,9 +128,8 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
     for problem in check.problems.warnings:
         logger.warning("%s:%d: %s", check.document.name, problem.line, problem.message)
     assert check.settings is not None
-    for callback in check.settings.callbacks:
-        if isinstance(callback, (EvalCallBack, MaxLogitsMonitor)):
-            logger.warning("the callback %s has no effect: the runner trains only", callback.type)
+    for text in settings_without_effect(check.settings):
+        logger.warning("%s", text)
     for note in run.notes:
         logger.info("%s", note)
     degrees = run.degrees

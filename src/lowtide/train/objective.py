@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from lowtide.train.data.sample import LEFT_OUT
 from lowtide.train.run import Run
 
-__all__ = ["IGNORED", "Objective"]
-
-IGNORED = -100
-"""The label that is left out of the loss."""
+__all__ = ["Objective"]
 
 
 class Objective:
@@ -34,7 +32,7 @@ class Objective:
         """A step begins: ``labels`` of all its micro batches on this rank, and the factor on the loss."""
         self.scale = scale
         if self.run.update.per_token_loss:
-            tokens = torch.stack([(one != IGNORED).sum() for one in labels]).sum().to(torch.float32)
+            tokens = torch.stack([(one != LEFT_OUT).sum() for one in labels]).sum().to(torch.float32)
             dist.all_reduce(tokens, group=self.data)
             self.per_token = self.run.degrees.data / tokens.clamp(min=1)
 
@@ -46,10 +44,10 @@ class Objective:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The weighed loss of one micro batch; its backward gives the gradients."""
         flat = labels.flatten()
-        total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
+        total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=LEFT_OUT, reduction="sum")
         if self.per_token is not None:
             return total * self.per_token * (self.scale * self.ranks)
-        return total / (flat != IGNORED).sum().clamp(min=1) * self.weight
+        return total / (flat != LEFT_OUT).sum().clamp(min=1) * self.weight
 
     def value(self, losses: Tensor) -> Tensor:
         """What the sum of this rank's weighed losses means: its share of the step's loss, before any scaling."""

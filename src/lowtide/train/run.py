@@ -266,9 +266,9 @@ def _degrees(
     if expert > 1 and data % expert:
         raise ConfigError(f"expert_parallel is {expert} and does not divide the {data} data-parallel ranks")
     if data > 1 and (tensor > 1 or expert > 1) and shards % (expert if expert > 1 else data):
-        # DDP holds no parameters that are divided already.
+        # DDP holds no parameters that are divided already; HSDP beside tensor parallel is not proved.
         notes.append(
-            f"parameters are shared by all {data} data-parallel ranks (FSDP): DDP does not go with"
+            f"parameters are shared by all {data} data-parallel ranks (FSDP): copies of them do not go with"
             f" {'tensor' if tensor > 1 else 'expert'} parallel"
         )
         shards = data
