@@ -9,24 +9,10 @@ from torch import Tensor
 from lowtide import Decision, LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, apply, resolve, verify
 from lowtide.errors import ModelError
 from lowtide.models.build import build_model
+from lowtide.models.hugging_face import hugging_face_name
 from lowtide.models.shape import YarnShape
 from lowtide.operators.survey import survey
 from models.shapes import LENGTH, built, llama, loss_of, tokens
-
-NAMES = {
-    "embedding": "model.embed_tokens", "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj", "head": "lm_head", "layers": "model.layers",
-}  # fmt: skip
-
-
-def theirs(name: str) -> str:
-    if name == "norm.weight":
-        return "model.norm.weight"
-    for ours, other in NAMES.items():
-        name = name.replace(ours, other)
-    return name
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["one attention call", "attention in parts"])
@@ -38,7 +24,7 @@ def test_it_computes_what_transformers_computes(fused: bool) -> None:
         num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=LENGTH,
     )  # fmt: skip
     other = transformers.LlamaForCausalLM(config)
-    other.load_state_dict({theirs(name): value for name, value in model.state_dict().items()})
+    other.load_state_dict({hugging_face_name(name): value for name, value in model.state_dict().items()})
     torch.testing.assert_close(model(tokens()), other(tokens()).logits, rtol=1e-4, atol=1e-6)
 
 

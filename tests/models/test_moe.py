@@ -89,18 +89,21 @@ def test_under_autocast_experts_compute_in_its_type_and_without_it_types_must_ag
         layer(torch.ones(3, 8, dtype=torch.bfloat16), counts)
 
 
-@pytest.mark.parametrize("changes", [{}, {"scoring": "sigmoid", "scaling": 2.5}, {"normalised": False, "chosen": 1}])
-def test_it_is_what_it_says_token_by_token(changes: dict[str, Any]) -> None:
-    module, rows = mixture(**changes), hidden().requires_grad_()
-    found, expected = module(rows), by_hand(module, rows)
+def assert_same_with_gradients(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected)
-    parameters = [rows, *module.parameters()]
     for one, other in zip(
         torch.autograd.grad(found.square().sum(), parameters),
         torch.autograd.grad(expected.square().sum(), parameters),
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"scoring": "sigmoid", "scaling": 2.5}, {"normalised": False, "chosen": 1}])
+def test_it_is_what_it_says_token_by_token(changes: dict[str, Any]) -> None:
+    module, rows = mixture(**changes), hidden().requires_grad_()
+    found, expected = module(rows), by_hand(module, rows)
+    assert_same_with_gradients(found, expected, [rows, *module.parameters()])
 
 
 @pytest.mark.parametrize("policy", ["position", "probs"])
@@ -117,14 +120,7 @@ def test_slots_beyond_capacity_are_dropped(policy: str) -> None:
             kept[token, choice] = True
     assert 0 < kept.sum() < kept.numel()
     found, expected = module(rows), by_hand(module, rows, kept)
-    torch.testing.assert_close(found, expected)
-    parameters = [rows, *module.parameters()]
-    for one, other in zip(
-        torch.autograd.grad(found.square().sum(), parameters),
-        torch.autograd.grad(expected.square().sum(), parameters),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_same_with_gradients(found, expected, [rows, *module.parameters()])
 
 
 def test_a_capacity_for_everything_drops_nothing() -> None:

@@ -44,8 +44,8 @@ class Job:
     """The model's shape; None for one of transformers."""
     vocabulary: int
     """Tokens the model knows."""
-    names: tuple[str, ...]
-    """All parameters of the whole model, those of other stages included."""
+    names: Callable[[], Sequence[str]]
+    """All parameters of the whole model, those of other stages included; building it again takes a while."""
     rename: Callable[[str], str]
     """What a parameter is called in a Hugging Face directory."""
 
@@ -97,7 +97,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         handles=tuple(handles),
         shape=shape,
         vocabulary=shape.vocab_size,
-        names=_names(shape),
+        names=lambda: _names(shape),
         rename=hugging_face_name,
     )
 
@@ -122,7 +122,7 @@ def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, mes
         handles=tuple(handles),
         shape=None,
         vocabulary=model.vocabulary,
-        names=tuple(name for name, _ in model.named_parameters()),
+        names=lambda: [name for name, _ in model.named_parameters()],
         rename=lambda name: name.removeprefix("model."),
     )
 

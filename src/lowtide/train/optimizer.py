@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,14 @@ class LearningRates:
 
 
 def make_optimizers(
-    settings: Settings, parts: Sequence[nn.Module], names: Sequence[str], *, steps: int, steps_in_epoch: int
+    settings: Settings,
+    parts: Sequence[nn.Module],
+    names: Callable[[], Sequence[str]],
+    *,
+    steps: int,
+    steps_in_epoch: int,
 ) -> tuple[list[torch.optim.Optimizer], LearningRates]:
-    """One AdamW for each part; ``names`` are the parameters of the whole model.
+    """One AdamW for each part; ``names`` gives the parameters of the whole model.
 
     Norms and biases, everything of one dimension, do not decay.
     """
@@ -49,7 +54,7 @@ def make_optimizers(
     default = schedule_of(settings.lr_schedule, **span)
     schedules: dict[str, Schedule] = {}
     if settings.grouped_lr_schedule.grouped:
-        for group in groups_of(names, settings.lr_schedule, settings.grouped_lr_schedule, **span):
+        for group in groups_of(names(), settings.lr_schedule, settings.grouped_lr_schedule, **span):
             schedules.update(dict.fromkeys(group.parameters, group.schedule))
     optimizers: list[torch.optim.Optimizer] = []
     rates: list[tuple[dict[str, Any], Schedule]] = []
