@@ -8,12 +8,14 @@
     ├── DataError               training data cannot be read, or does not fit the model
     ├── LaunchError             the processes of a run cannot be started, or do not find each other
     ├── ModelError              a model cannot be understood: no layers, or no such module
+    ├── PlanError               no plan can be made: the budget, the device or the layout is not possible
     ├── PolicyError             a Policy cannot be read, or does not fit its model
     │   ├── PatternError        a pattern is not written as the pattern language asks
     │   └── UnmatchedError      a pattern matches nothing in the model
     ├── RebuildError            what an operator produced cannot be rebuilt exactly
     ├── RunDirectoryError       a run directory belongs to another run
     ├── SwapError               a swapped tensor did not come back as it left
+    ├── TraceError              a Trace cannot be made or read
     ├── VerificationError       a run with lowtide differs from the same run without it
     └── UnitError               a size or a duration cannot be read, such as "24 parsecs"
 
@@ -30,10 +32,12 @@ __all__ = [
     "LowtideError",
     "ModelError",
     "PatternError",
+    "PlanError",
     "PolicyError",
     "RebuildError",
     "RunDirectoryError",
     "SwapError",
+    "TraceError",
     "UnitError",
     "UnmatchedError",
     "VerificationError",
@@ -64,6 +68,10 @@ class ModelError(LowtideError):
     """A model cannot be understood: it has no layers, or no such module."""
 
 
+class PlanError(LowtideError):
+    """No plan can be made: the budget, the device or the layout is not possible."""
+
+
 class PolicyError(LowtideError):
     """A Policy cannot be read, or does not fit the model it is resolved against."""
 
@@ -86,6 +94,10 @@ class RunDirectoryError(LowtideError):
 
 class SwapError(LowtideError):
     """A swapped tensor did not come back as it left: a copy or the disk failed, or it was changed in place."""
+
+
+class TraceError(LowtideError):
+    """A Trace cannot be made of a model, or cannot be read."""
 
 
 class VerificationError(LowtideError):

@@ -1,0 +1,88 @@
+"""A device, as far as a plan needs to know it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import PlanError
+
+__all__ = ["Device"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device does per second. Rates are bytes or operations per second, times are seconds."""
+
+    name: str
+    """What it is called: ``h100``."""
+    capacity: int
+    """Its memory in bytes."""
+    flops: Mapping[str, float]
+    """Floating-point operations per second of matrix products, by dtype: ``bfloat16``, ``float32``."""
+    memory_bandwidth: float
+    """Of its own memory."""
+    link_out: float
+    """To the host's memory."""
+    link_in: float
+    """From the host's memory."""
+    interconnect: float
+    """To the other devices of its node, each way."""
+    network: float
+    """To devices of other nodes, each way, for one device."""
+    launch: float = 5e-6
+    """Host time to issue a kernel."""
+    kernel_latency: float = 2e-6
+    """Device time of an empty kernel."""
+    copy_latency: float = 8e-6
+    """Link time of an empty copy."""
+    collective_latency: float = 15e-6
+    """Time of one step of an empty collective."""
+    devices_per_node: int = 8
+    host_memory: int = 1 << 40
+    """Memory of a node's host in bytes, which its devices share."""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """The share of the peak that kernels reach, by kind (``aten::mm``) or by class: ``matmul``, ``attention``,
+    ``memory``, ``link_out``, ``link_in``, ``collective``. What is missing is 1."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of kernels as they were measured, by ``kind|dtype|shape``."""
+    notes: tuple[str, ...] = ()
+    """Where the figures come from."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The device as plain JSON values."""
+        return {"lowtide_device": FORMAT, **asdict(self)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Device:
+        """The reverse of :meth:`as_json`; PlanError where it is something else."""
+        if not isinstance(value, Mapping) or value.get("lowtide_device") != FORMAT:
+            raise PlanError(f'not a device: expected an object with "lowtide_device": {FORMAT}')
+        known = {one.name for one in fields(Device)}
+        given = {key: item for key, item in value.items() if key != "lowtide_device"}
+        if unknown := set(given) - known:
+            raise PlanError(f"a device has {', '.join(sorted(known))}; found also {', '.join(sorted(unknown))}")
+        try:
+            return Device(**{**given, "notes": tuple(given.get("notes", ()))})
+        except TypeError as error:
+            raise PlanError(f"not a device: {error}") from None
+
+    def save(self, file: str | Path) -> None:
+        """Write the device into a file."""
+        Path(file).write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(file: str | Path) -> Device:
+        """Read what :meth:`save` wrote."""
+        try:
+            value = json.loads(Path(file).read_text())
+        except OSError as error:
+            raise PlanError(f"{file}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{file} is not a device: {error}") from None
+        return Device.from_json(value)

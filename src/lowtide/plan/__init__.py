@@ -1,0 +1,1 @@
+"""The best Policy for a budget: schedule, simulate, problem, solve."""

@@ -1,0 +1,317 @@
+"""The Trace: what one rank of a model does and holds in one micro batch, as plain data in a file.
+
+A model is cut into parts: what runs before the layers, the layers, and what runs after them, the loss included. Layers
+that do exactly the same share one part. A part is two streams of events, one of its forward and one of its backward,
+over kernels, storages and tensors saved for backward. So everything that comes later, from a solver to a picture, works
+without the model and without a device.
+
+[Note: events]
+An event is a pair ``(what, number)``; the number is a place in one of the part's tuples.
+
+==========  ============  ==============================================================================
+what        the number    meaning
+==========  ============  ==============================================================================
+``call``    ``calls``     a call of an operator begins (forward only)
+``end``     ``calls``     the call has ended
+``make``    ``values``    a storage is allocated; one that was freed may be made again
+``run``     ``kernels``   a kernel runs; what it writes has been made before
+``free``    ``values``    nothing of the program holds the storage any more. In forward: apart from autograd, as if
+                          nothing were saved for backward
+``save``    ``packs``     autograd saves a tensor (forward only)
+``use``     ``packs``     autograd asks for a saved tensor (backward only)
+``done``    ``packs``     autograd lets go of it (backward only)
+==========  ============  ==============================================================================
+
+A storage that is saved and kept is free when the program has let go of it and every pack of it is done.
+
+Storages cross from part to part in four places, which a part names: its ``input`` is the output of the part before and
+its ``output`` the input of the next; its ``output_gradient`` comes from the part that runs before it in backward, and
+its ``input_gradient`` goes to the next there. A given storage is freed where the events say, by the part that was given
+it. Others that are made in one part and used in another, such as rotary tables, stand in ``Trace.crossing``: they live
+until forward, or backward, has ended, and parts that save them do so with packs whose ``value`` is -1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from lowtide.errors import TraceError
+from lowtide.policy import Catalogue, Operator
+
+__all__ = ["Call", "Event", "Kernel", "Pack", "Part", "Source", "Static", "Trace", "TracedOperator", "Value", "What"]
+
+FORMAT = 1
+
+Source: TypeAlias = Literal["operator", "boundary", "root", "static"]
+"""Whose value a tensor is: an operator's of the part, the part's input, something from outside, or a parameter's."""
+What: TypeAlias = Literal["call", "end", "make", "run", "free", "save", "use", "done"]
+Event: TypeAlias = tuple[What, int]
+"""See [Note: events]."""
+
+
+class TracedOperator(NamedTuple):
+    """An operator of a part."""
+
+    name: str
+    """Its dotted path inside the layer; in the parts around the layers, inside the model."""
+    owned: int = 0
+    """The bytes of the tensors saved for backward that it wrote last, each storage once."""
+    net: int = 0
+    """What recomputing it alone would save: ``owned`` less inputs that would be held only for the rebuild."""
+    random: bool = False
+    """Whether it draws random numbers."""
+    repeatable: bool = True
+    """Whether its call can be repeated."""
+    consumers: tuple[str, ...] = ()
+    """The operators that read its value."""
+    aliases: tuple[str, ...] = ()
+    """Other names that users of the guides know it by."""
+
+
+class Value(NamedTuple):
+    """A storage."""
+
+    size: int
+    """Its bytes."""
+    owner: str = ""
+    """The operator that wrote it last, views and casts looked through; empty if none of the part did."""
+    source: Source = "operator"
+    """Whose value it is."""
+    gradient: bool = False
+    """Whether it becomes a parameter's gradient, which outlives the micro batch. In the second and later micro batches
+    of a step it is added to the one that is there and freed at once."""
+
+
+class Kernel(NamedTuple):
+    """One kernel, as it is issued to the device."""
+
+    kind: str
+    """Its name: ``aten::mm``, ``c10d::allgather_``."""
+    operator: str = ""
+    """The operator that it belongs to; in backward, the one whose gradient it computes."""
+    dtype: str = "float32"
+    """What it computes in."""
+    flops: int = 0
+    """Floating-point operations, where they can bound it: matrix products, attention, convolution."""
+    touched: int = 0
+    """Bytes read and written."""
+    shape: str = ""
+    """What it was given, in short: kernels of one kind and shape take the same time."""
+    reads: tuple[int, ...] = ()
+    """The storages it reads."""
+    writes: tuple[int, ...] = ()
+    """The storages it writes."""
+    ranks: int = 0
+    """For a collective, how many ranks take part; otherwise 0."""
+    message: int = 0
+    """For a collective, the bytes of this rank's full buffer: the gathered, reduced or exchanged one."""
+    seconds: float | None = None
+    """How long it took, if it was measured."""
+
+
+class Call(NamedTuple):
+    """One call of an operator in forward."""
+
+    operator: str
+    """Its name."""
+    inputs: tuple[int, ...] = ()
+    """The storages that it was given, parameters aside."""
+    reads: tuple[str, ...] = ()
+    """The operators whose values those are."""
+
+
+class Pack(NamedTuple):
+    """A tensor that autograd saves."""
+
+    value: int
+    """Its storage; -1 for one of another part, or a parameter's."""
+    operator: str
+    """The operator that saves it."""
+    owner: str
+    """The operator whose decision it follows; empty unless ``source`` is ``operator``."""
+    source: Source
+    position: int
+    """The place of the saving operator among the part's operators: what a prefetch counts in."""
+    movable: bool = True
+    """False for integers and booleans, which are always kept."""
+    cast: bool = False
+    """Whether it is a cast of the owner's value."""
+    by_node: bool = False
+    """Whether it can be rebuilt from what its autograd node saved, with no call captured."""
+
+
+class Static(NamedTuple):
+    """What stays allocated over the step: the size of each storage."""
+
+    parameters: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(map(sum, self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A layer, or what runs before or after the layers."""
+
+    name: str
+    """The layer's class, or ``before`` or ``after``."""
+    operators: tuple[TracedOperator, ...] = ()
+    """In the order they first ran."""
+    values: tuple[Value, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    calls: tuple[Call, ...] = ()
+    packs: tuple[Pack, ...] = ()
+    """In the order they were saved."""
+    forward: tuple[Event, ...] = ()
+    backward: tuple[Event, ...] = ()
+    input: int | None = None
+    """The value that the part before made."""
+    output: int | None = None
+    output_gradient: int | None = None
+    """The value that the part before it in backward made."""
+    input_gradient: int | None = None
+    static: Static = field(default_factory=Static)
+
+    @cached_property
+    def digest(self) -> str:
+        """A stable name of the content."""
+        return hashlib.sha256(json.dumps(_as_json(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @cached_property
+    def catalogue(self) -> tuple[Operator, ...]:
+        """The operators as a Policy is resolved against them."""
+        return tuple(Operator(one.name, one.consumers, one.aliases) for one in self.operators)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one rank of a model does and holds in one micro batch."""
+
+    model: str
+    """What was traced, for people: ``llama3-8b``."""
+    parts: tuple[Part, ...]
+    """The distinct layers."""
+    layers: tuple[int, ...]
+    """For each layer of the model, the place of its part."""
+    before: Part
+    """What runs before the layers."""
+    after: Part
+    """What runs after them, the loss included."""
+    optimizer: Part = field(default_factory=lambda: Part(name="optimizer"))
+    """The optimizer's step, in its ``forward``: what it needs beside its states."""
+    crossing: tuple[tuple[int, Literal["forward", "backward"]], ...] = ()
+    """Storages that ``before`` makes and layers use: bytes, and what they live until."""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """The ranks it was traced for: ``dp``, ``tp``, ``ep`` and so on; the pipeline is the planner's."""
+    batch: Mapping[str, int] = field(default_factory=dict)
+    """``samples`` and ``tokens`` of a micro batch."""
+    device: str = "cpu"
+    """Whose kernels these are."""
+    measured: bool = False
+    """Whether the kernels' seconds were measured."""
+    notes: tuple[str, ...] = ()
+    """What the trace assumes."""
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The operators of every layer and of the root."""
+        root = (*self.before.catalogue, *self.after.catalogue)
+        return Catalogue(tuple(self.parts[place].catalogue for place in self.layers), root)
+
+    @cached_property
+    def digest(self) -> str:
+        """A stable name of the content."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def as_json(self) -> dict[str, Any]:
+        """The Trace as plain JSON values."""
+        value = {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        return {"lowtide_trace": FORMAT, **value}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Trace:
+        """The reverse of :meth:`as_json`; TraceError where it is something else."""
+        if not isinstance(value, Mapping) or value.get("lowtide_trace") != FORMAT:
+            raise TraceError(f'not a Trace: expected an object with "lowtide_trace": {FORMAT}')
+        try:
+            return Trace(
+                model=value["model"],
+                parts=tuple(map(_part, value["parts"])),
+                layers=tuple(value["layers"]),
+                before=_part(value["before"]),
+                after=_part(value["after"]),
+                optimizer=_part(value["optimizer"]),
+                crossing=tuple((size, until) for size, until in value["crossing"]),
+                layout=dict(value["layout"]),
+                batch=dict(value["batch"]),
+                device=value["device"],
+                measured=value["measured"],
+                notes=tuple(value["notes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"not a Trace: {type(error).__name__}: {error}") from None
+
+    def save(self, file: str | Path) -> None:
+        """Write the Trace into a file."""
+        Path(file).write_text(json.dumps(self.as_json(), separators=(",", ":")) + "\n")
+
+    @staticmethod
+    def load(file: str | Path) -> Trace:
+        """Read what :meth:`save` wrote."""
+        try:
+            value = json.loads(Path(file).read_text())
+        except OSError as error:
+            raise TraceError(f"{file}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{file} is not a Trace: {error}") from None
+        try:
+            return Trace.from_json(value)
+        except TraceError as error:
+            raise TraceError(f"{file}: {error}") from None
+
+
+_TUPLES: dict[str, Any] = {
+    "operators": TracedOperator, "values": Value, "kernels": Kernel, "calls": Call, "packs": Pack,
+}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return _as_json(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _as_json(part: Part) -> dict[str, Any]:
+    return {one.name: _plain(getattr(part, one.name)) for one in fields(part)}
+
+
+def _part(value: Mapping[str, Any]) -> Part:
+    known = {one.name for one in fields(Part)}
+    if unknown := set(value) - known:
+        raise TraceError(f"a part has {', '.join(sorted(known))}; found also {', '.join(sorted(unknown))}")
+    given: dict[str, Any] = dict(value)
+    for name, row in _TUPLES.items():
+        given[name] = tuple(row(*_rows(one)) for one in value[name])
+    for name in ("forward", "backward"):
+        given[name] = tuple((what, number) for what, number in value[name])
+    given["static"] = Static(*(tuple(sizes) for sizes in value["static"]))
+    return Part(**given)
+
+
+def _rows(row: Iterable[Any]) -> list[Any]:
+    return [tuple(one) if isinstance(one, list) else one for one in row]
