@@ -48,10 +48,10 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     file = tmp_path / "trace.json"
     file.write_text(text)
-    with pytest.raises(TraceError, match="trace.json"):
+    with pytest.raises(TraceError, match=r"trace\.json"):
         Trace.load(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="nowhere.json"):
+    with pytest.raises(TraceError, match=r"nowhere\.json"):
         Trace.load(tmp_path / "nowhere.json")
