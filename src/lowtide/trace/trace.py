@@ -27,8 +27,8 @@ A storage that is saved and kept is free when the program has let go of it and e
 Storages cross from part to part in four places, which a part names: its ``input`` is the output of the part before and
 its ``output`` the input of the next; its ``output_gradient`` comes from the part that runs before it in backward, and
 its ``input_gradient`` goes to the next there. A given storage is freed where the events say, by the part that was given
-it. Others that are made in one part and used in another, such as rotary tables, stand in ``Trace.crossing``: they live
-until forward, or backward, has ended, and parts that save them do so with packs whose ``value`` is -1.
+it. Others that are made in one part and used in another, such as rotary tables, say with ``Value.until`` how long they
+live; parts that save them do so with packs whose ``value`` is -1.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ class Value(NamedTuple):
     gradient: bool = False
     """Whether it becomes a parameter's gradient, which outlives the micro batch. In the second and later micro batches
     of a step it is added to the one that is there and freed at once."""
+    until: Literal["", "forward", "backward"] = ""
+    """For what is made in forward and freed outside of the part: when the whole forward, or the whole backward, of the
+    micro batch has ended. Rotary tables are such, and weights that autocast has cast."""
 
 
 class Kernel(NamedTuple):
@@ -210,8 +213,6 @@ class Trace:
     """What runs after them, the loss included."""
     optimizer: Part = field(default_factory=lambda: Part(name="optimizer"))
     """The optimizer's step, in its ``forward``: what it needs beside its states."""
-    crossing: tuple[tuple[int, Literal["forward", "backward"]], ...] = ()
-    """Storages that ``before`` makes and layers use: bytes, and what they live until."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """The ranks it was traced for: ``dp``, ``tp``, ``ep`` and so on; the pipeline is the planner's."""
     batch: Mapping[str, int] = field(default_factory=dict)
@@ -252,7 +253,6 @@ class Trace:
                 before=_part(value["before"]),
                 after=_part(value["after"]),
                 optimizer=_part(value["optimizer"]),
-                crossing=tuple((size, until) for size, until in value["crossing"]),
                 layout=dict(value["layout"]),
                 batch=dict(value["batch"]),
                 device=value["device"],
