@@ -87,6 +87,14 @@ class _Cut:
         for number, place, _, _ in backward.saved:
             saved_in.setdefault(number, set()).add(place[1])
         self.saved_in = saved_in
+        self.handed: dict[Place, list[int]] = {}
+        """What each part hands to the next beside its output, in forward, and beside its gradient in backward."""
+        for number, storage in enumerate(backward.storages):
+            phase, part = storage.made
+            following = part + 1 if phase == "forward" else part - 1
+            passed = backward.passed.get(part, -1) if phase == "forward" else backward.passed_back.get(part - 1, -1)
+            if number != passed and self.ends.get(number) == (phase, following):
+                self.handed.setdefault((phase, part), []).append(number)
 
     def part(self, index: int, name: str, kind: LayerKind, static: Static) -> Part:
         """One part, with numbers of its own."""
@@ -96,9 +104,14 @@ class _Cut:
         gradient = record.passed_back.get(index, -1)
         if index >= 0 and given >= 0:
             numbers.take(given)
+        taken, taken_back = self.handed.get(("forward", index - 1), []), self.handed.get(("backward", index + 1), [])
+        for number in taken:
+            numbers.take(number)
         forward = numbers.events(self.streams.get(("forward", index), []))
         if index < self.count and gradient >= 0:
             numbers.take(gradient)
+        for number in taken_back:
+            numbers.take(number)
         backward = numbers.events(self.streams.get(("backward", index), []))
         packs = self._packs(numbers, kind if 0 <= index < self.count else None)
         inside = 0 <= index < self.count
@@ -123,6 +136,10 @@ class _Cut:
             output=numbers.values.get(record.passed.get(index, -1)),
             output_gradient=numbers.values.get(gradient) if index < self.count else None,
             input_gradient=numbers.values.get(record.passed_back.get(index - 1, -1)) if index >= 0 else None,
+            taken=numbers.local(taken),
+            handed=numbers.local(self.handed.get(("forward", index), [])),
+            taken_back=numbers.local(taken_back),
+            handed_back=numbers.local(self.handed.get(("backward", index), [])),
             static=static,
         )
 
@@ -136,15 +153,15 @@ class _Cut:
 
     def _value(self, number: int, index: int, packs: Sequence[Pack]) -> Value:
         record, storage = self.recorded, self.recorded.storages[number]
-        given = number in (record.passed.get(index - 1, -1), record.passed_back.get(index, -1)) and (
-            storage.made[1] != index
-        )
+        given = storage.made[1] != index
         end = self.ends.get(number)
         handed = number in (record.passed.get(index, -1), record.passed_back.get(index - 1, -1))
         takers = {index, index + 1} if number == record.passed.get(index, -1) else {index}
         takers |= {index - 1} if number == record.passed_back.get(index - 1, -1) else set()
         until = ""
-        if not given and number not in record.gradients and (end is None or end[1] not in takers):
+        if number in self.handed.get(storage.made, ()):
+            pass
+        elif not given and number not in record.gradients and (end is None or end[1] not in takers):
             elsewhere = self.saved_in.get(number, set()) - takers
             until = "backward" if elsewhere or end is None or end[0] != "forward" else "forward"
         elif handed and end is None and number not in record.gradients:

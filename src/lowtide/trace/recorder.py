@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -109,6 +109,8 @@ class Recorder(TorchDispatchMode):
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
         """The keys of storages that were there before: parameters, buffers, optimizer states."""
+        self.managed: set[int] = set()
+        """The keys of storages that somebody frees by hand, whoever holds them: gathered parameters."""
         self.gradients: set[int] = set()
         """The storages that became gradients of parameters."""
         self.passed: dict[int, int] = {}
@@ -227,11 +229,12 @@ class Recorder(TorchDispatchMode):
         if self.quiet or key in self.static:
             return
         if size and not storage.nbytes():
-            if number < 0:
-                number = self._begun(storage, size)
-            self.note("make", number)
+            if self.next is not None:
+                self.move(*self.next)
+            self.note("make", self._begun(storage, size))  # another one, as far as memory goes
+            self.managed.add(key)
         elif not size and storage.nbytes() and number >= 0:
-            self.note("free", number)
+            self._ended(key, number)
 
     # Kernels.
 
@@ -252,20 +255,20 @@ class Recorder(TorchDispatchMode):
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
         for tensor in made:
             self.learn(tensor)
-        if func._schema.name in _FREE or not (made or changed):
-            return result
+        ranks, message = _communication(func, args, kwargs, [*given, *made])
+        if ranks:
+            changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
-        if not fresh and not changed:
+        if func._schema.name in _FREE or not (fresh or changed):
             return result
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in [*fresh, *changed]))
-        ranks, message = _communication(func, args, kwargs, [*given, *made])
         kernel = RecordedKernel(
             func._schema.name,
             self.operator,
             _dtype(given or made),
             kernel_flops(func._schema.name, args, kwargs, result),
             sum(map(_bytes, given)) + sum(map(_bytes, fresh)),
-            shape_text(args, kwargs),
+            "" if ranks else shape_text(args, kwargs),
             reads,
             tuple(number for number in writes if number >= 0),
             ranks,
@@ -357,11 +360,14 @@ class Recorder(TorchDispatchMode):
         """Autograd saves a tensor."""
         number = len(self.saved)
         movable = tensor.is_floating_point() or tensor.is_complex()
-        self.saved.append((self.number(tensor), self.place, self.open.operator if self.open else "", movable))
+        parameter = isinstance(tensor, nn.Parameter) or storage_key(tensor) in self.static | self.managed
+        self.saved.append(
+            (-1 if parameter else self.number(tensor), self.place, self.open.operator if self.open else "", movable)
+        )
         self.note("save", number)
         self.quiet = True
         try:
-            if isinstance(tensor, nn.Parameter) or storage_key(tensor) in self.static:
+            if parameter:
                 return _Saved(self, number, kept_apart(tensor).tensor if type(tensor) is Tensor else lambda: tensor)
             if self.keep:
                 return _Saved(self, number, kept_apart(tensor).tensor)
@@ -441,10 +447,9 @@ def _communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> 
         return 0, 0
     ranks = 0
     for value in [*args, *kwargs.values()]:
-        if hasattr(value, "size") and hasattr(value, "rank") and not isinstance(value, Tensor):
-            ranks = value.size()
-        elif isinstance(value, torch.ScriptObject):
-            ranks = torch.distributed.ProcessGroup.unbox(value).size()
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError, TypeError):  # the reduction is one too
+                ranks = torch.distributed.ProcessGroup.unbox(value).size()
         elif isinstance(value, str) and value not in _REDUCTIONS:
             ranks = group_named(value).size()
     return ranks or 1, max((_bytes(tensor) for tensor in tensors), default=0)

@@ -26,9 +26,10 @@ A storage that is saved and kept is free when the program has let go of it and e
 
 Storages cross from part to part in four places, which a part names: its ``input`` is the output of the part before and
 its ``output`` the input of the next; its ``output_gradient`` comes from the part that runs before it in backward, and
-its ``input_gradient`` goes to the next there. A given storage is freed where the events say, by the part that was given
-it. Others that are made in one part and used in another, such as rotary tables, say with ``Value.until`` how long they
-live; parts that save them do so with packs whose ``value`` is -1.
+its ``input_gradient`` goes to the next there; both are one value where a gradient passes through. A given storage is
+freed where the events say, by the part that was given it. So are those in ``taken`` and ``handed``. Others that are
+made in one part and used in another, such as rotary tables, say with ``Value.until`` how long they live; parts that
+save them do so with packs whose ``value`` is -1.
 """
 
 from __future__ import annotations
@@ -184,6 +185,14 @@ class Part:
     output_gradient: int | None = None
     """The value that the part before it in backward made."""
     input_gradient: int | None = None
+    taken: tuple[int, ...] = ()
+    """Other values that the part before it in forward made and this one frees: buffers of gathered parameters."""
+    handed: tuple[int, ...] = ()
+    """Those that it hands to the next, which takes them in the same order."""
+    taken_back: tuple[int, ...] = ()
+    """As ``taken``, in backward."""
+    handed_back: tuple[int, ...] = ()
+    """As ``handed``, in backward."""
     static: Static = field(default_factory=Static)
 
     @cached_property
@@ -309,6 +318,8 @@ def _part(value: Mapping[str, Any]) -> Part:
         given[name] = tuple(row(*_rows(one)) for one in value[name])
     for name in ("forward", "backward"):
         given[name] = tuple((what, number) for what, number in value[name])
+    for name in ("taken", "handed", "taken_back", "handed_back"):
+        given[name] = tuple(value[name])
     given["static"] = Static(*(tuple(sizes) for sizes in value["static"]))
     return Part(**given)
 
