@@ -239,7 +239,13 @@ class Rank:
             self._end_capture(instance)
         if decided or swapped_input or instance.passes:
             instance.due = schedule.end(instance.first + program.operators, instance.last)
-        return slots.pop(part.output, None) if part.output is not None else None
+        if part.output is None:
+            return None
+        output = slots.pop(part.output, None)
+        if output is not None and part.values[part.output].until:  # somebody else holds it for longer
+            output.count += 1
+            slots[part.output] = output
+        return output
 
     def _play_forward(self, instance: Instance) -> None:
         program = instance.program

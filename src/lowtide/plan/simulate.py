@@ -375,8 +375,10 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
         instance = Instance(step.program, step.layer, micro_batch, step.offset, passes=step.passes, last=step.last)
         storage = rank.forward(instance, storage)
         instances.append(instance)
+        part = step.program.part
         for number, left in instance.slots.items():
-            until[step.program.part.values[number].until or "backward"].append(left)
+            given = number == part.input  # whoever made it says how long it lives
+            until["forward" if given else part.values[number].until or "backward"].append(left)
         instance.slots = {}
     for one in until["forward"]:
         rank.drop(one)
