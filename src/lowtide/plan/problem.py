@@ -26,7 +26,7 @@ from lowtide.cost.device import Device
 from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.schedule import Action, actions, position
 from lowtide.policy import Decision, Keep, Recompute, Resolution, Swap
-from lowtide.trace.trace import Kernel, Part, Trace
+from lowtide.trace.trace import Event, Kernel, Part, Trace
 
 __all__ = ["Case", "Group", "Input", "LayerCost", "OperatorCost", "StageProblem", "layer_cost", "stage_problems"]
 
@@ -44,6 +44,10 @@ class OperatorCost(NamedTuple):
     seconds: float
     """The time to repeat it."""
     repeatable: bool
+    backward: float = 0.0
+    """The time of its backward."""
+    saved_at: tuple[int, int] = (0, 0)
+    """The places of the first and the last operator that save something of it."""
 
 
 class Input(NamedTuple):
@@ -78,6 +82,8 @@ class LayerCost:
     """The bytes of its parameters' gradients."""
     output: int
     """The bytes of its output."""
+    boundary_saved_at: tuple[int, int] = (0, 0)
+    """The places of the first and the last operator that save the layer's input."""
 
     @property
     def saved(self) -> int:
@@ -148,9 +154,12 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
     """What each decision costs in a part."""
     places = {one.name: place for place, one in enumerate(part.operators)}
     saved: dict[int, str | None] = {}
+    saved_at: dict[str, tuple[int, int]] = {}
     fixed = 0
     boundary = 0
     for pack in part.packs:
+        who = pack.owner if pack.source == "operator" else pack.source
+        saved_at[who] = (min(pack.position, saved_at.get(who, (pack.position, 0))[0]), pack.position)
         if pack.value < 0 or pack.value in saved or pack.source in ("root", "static"):
             continue
         size = part.values[pack.value].size
@@ -167,10 +176,8 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
         if owner is not None:
             held[owner] += part.values[value].size
             copies[owner] += 1
-    time = dict.fromkeys(places, 0.0)
-    for what, number in part.forward:
-        if what == "run" and part.kernels[number].operator in time:
-            time[part.kernels[number].operator] += seconds(part.kernels[number])
+    time = _time_by_operator(part, part.forward, seconds)
+    backward = _time_by_operator(part, part.backward, seconds)
     readers: dict[int, set[int]] = {}
     for call in part.calls:
         for value in call.inputs if call.operator in places else ():
@@ -188,7 +195,15 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
     gradients = sum(one.size for one in part.values if one.gradient)
     return LayerCost(
         operators=tuple(
-            OperatorCost(one.name, held[one.name], copies[one.name], time[one.name], one.repeatable)
+            OperatorCost(
+                one.name,
+                held[one.name],
+                copies[one.name],
+                time.get(one.name, 0.0),
+                one.repeatable,
+                backward.get(one.name, 0.0),
+                saved_at.get(one.name, (0, 0)),
+            )
             for one in part.operators
         ),
         inputs=tuple(inputs),
@@ -196,10 +211,11 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
         fixed=fixed,
         passing=_passing(part),
         passing_whole=_passing_whole(part),
-        forward=_time(part, "forward", seconds),
-        backward=_time(part, "backward", seconds),
+        forward=sum(time.values()),
+        backward=sum(backward.values()),
         gradients=gradients or sum(part.static.gradients),
         output=part.values[part.output].size if part.output is not None else 0,
+        boundary_saved_at=saved_at.get("boundary", (0, 0)),
     )
 
 
@@ -344,9 +360,14 @@ def _host_shares(trace: Trace, device: Device, pipeline: Pipeline, host_memory: 
     return (share // max(1, min(ranks, device.devices_per_node)),) * pipeline.stages
 
 
-def _time(part: Part, direction: str, seconds: Seconds) -> float:
-    events = part.forward if direction == "forward" else part.backward
-    return sum(seconds(part.kernels[number]) for what, number in events if what == "run")
+def _time_by_operator(part: Part, events: Sequence[Event], seconds: Seconds) -> dict[str, float]:
+    """The seconds of each operator's kernels; those of no operator are filed under an empty name."""
+    time: dict[str, float] = {}
+    for what, number in events:
+        if what == "run":
+            kernel = part.kernels[number]
+            time[kernel.operator] = time.get(kernel.operator, 0.0) + seconds(kernel)
+    return time
 
 
 def _passing(part: Part, start: int = 0) -> int:

@@ -71,12 +71,15 @@ class StageSolution:
 
 
 def solve_stage(
-    problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True
+    problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True, link_share: float = 1.0
 ) -> StageSolution | None:
-    """The fastest counts within ``budget`` bytes, or None if nothing fits."""
+    """The fastest counts within ``budget`` bytes, or None if nothing fits.
+
+    Swaps may take ``link_share`` of the time that copies can pass in.
+    """
     model = _Model()
     most = model.variable(0, budget / _MIB)
-    stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
+    stage = _Stage(problem, model, most, swap=swap, recompute=recompute, link_share=link_share)
     for variable, cost in stage.extra_seconds():
         model.cost[variable] = model.cost.get(variable, 0.0) + cost / _MILLI
     constant = problem.seconds / _MILLI
@@ -113,13 +116,15 @@ class _Unknowns(NamedTuple):
 class _Stage:
     """The variables and rows of a stage."""
 
-    def __init__(self, problem: StageProblem, model: _Model, most: int, *, swap: bool, recompute: bool) -> None:
+    def __init__(
+        self, problem: StageProblem, model: _Model, most: int, *, swap: bool, recompute: bool, link_share: float = 1.0
+    ) -> None:
         self.problem, self.model, self.most = problem, model, most
         self.again: dict[int, dict[int, float]] = {}
         self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
         for case in problem.cases:
             self._fits(case)
-        self._links()
+        self._links(link_share)
 
     def extra_seconds(self) -> Iterable[tuple[int, float]]:
         """What each count adds to the time of a micro batch."""
@@ -127,7 +132,8 @@ class _Stage:
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             cost = group.cost
             yield unknowns.whole, cost.forward
-            yield unknowns.whole_swapped, cost.forward + rate * cost.boundary
+            # A repeated forward wants its input at once: nothing hides this copy back.
+            yield unknowns.whole_swapped, cost.forward + cost.boundary / self.problem.link_in
             yield unknowns.boundary_swapped, rate * cost.boundary
             for place, variable in unknowns.recomputed.items():
                 yield variable, cost.operators[place].seconds
@@ -149,6 +155,7 @@ class _Stage:
             )
             found.append(counts)
             seconds += (counts.whole + counts.whole_swapped) * group.cost.forward
+            seconds += counts.whole_swapped * group.cost.boundary / self.problem.link_in
             seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
             moved += (counts.whole_swapped + counts.boundary_swapped) * group.cost.boundary
             moved += sum(one.held * counts.swapped.get(one.name, 0) for one in operators)
@@ -272,12 +279,12 @@ class _Stage:
         terms = {**terms, **(self._there_again(case) if case.rebuilding else {})}
         return beside + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
 
-    def _links(self) -> None:
+    def _links(self, share: float) -> None:
         """Copies pass while the stage computes: out in forward, back in backward, or in both if another micro batch
         runs meanwhile. And what is out is on the host."""
         problem = self.problem
-        window_out = problem.seconds if problem.overlap else problem.forward
-        window_in = problem.seconds if problem.overlap else problem.backward
+        window_out = share * (problem.seconds if problem.overlap else problem.forward)
+        window_in = share * (problem.seconds if problem.overlap else problem.backward)
         out: dict[int, float] = {}
         back: dict[int, float] = {}
         hosts: list[dict[int, float]] = [{} for _ in problem.cases]
