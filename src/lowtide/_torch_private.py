@@ -40,12 +40,14 @@ __all__ = [
     "at_end_of_backward",
     "autocast_contexts",
     "autocast_state",
+    "backward_node_number",
     "compiled_call",
     "current_backward",
     "exchange_rows",
     "finish_collective",
     "flattened",
     "function_modes",
+    "group_named",
     "held_indices",
     "inner_tensor",
     "is_any_autocast_enabled",
@@ -54,6 +56,7 @@ __all__ = [
     "is_own_output",
     "landed_tensor",
     "multiply_all",
+    "node_number",
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
@@ -222,8 +225,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def is_own_output(tensor: Tensor) -> bool:
     """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
     node: Any = tensor.grad_fn
-    latest: int = torch._C._autograd._get_sequence_nr() - 1
-    return node is not None and node._sequence_nr() == latest
+    return node is not None and node._sequence_nr() == node_number() - 1
+
+
+def node_number() -> int:
+    """The number that the next node of autograd's graph gets on this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_node_number() -> int:
+    """The number of the node that backward is running on this thread; -1 if it runs none."""
+    node: Any = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -284,6 +298,11 @@ def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]
 def _device_kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def group_named(name: str) -> Any:
+    """The process group that a functional collective names."""
+    return importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group(name)
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.simulation import Simulation
-from lowtide.policy import Policy
+from lowtide.policy import Decision, Policy
 
-__all__ = ["Option", "Plan"]
+__all__ = ["Option", "Plan", "PlannedOperator"]
+
+
+class PlannedOperator(NamedTuple):
+    """What becomes of one operator's tensors in one layer."""
+
+    name: str
+    """Its dotted path inside the layer; ``input`` for the layer's input."""
+    bytes: int
+    """What it holds for backward in one micro batch when it is kept."""
+    decision: Decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,3 +64,6 @@ class Plan:
     """What was assumed, what was left out, and what a person should know."""
     solve_seconds: float = 0.0
     """How long the solver took."""
+    operators: tuple[tuple[PlannedOperator, ...], ...] = ()
+    """For each layer, what becomes of its input and of every operator that holds something for backward; empty where
+    it was not asked for."""
