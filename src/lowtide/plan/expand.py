@@ -34,6 +34,8 @@ class Choice:
     """Whether it is recomputed as a whole."""
     operators: dict[str, What] = field(default_factory=dict)
     """What becomes of operators that are not kept, and of the input."""
+    pinned: Mapping[str, Decision] = field(default_factory=dict)
+    """Operators that somebody else decided."""
 
     @property
     def moved(self) -> int:
@@ -44,36 +46,37 @@ class Choice:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for layers that do the same."""
-        return id(self.cost), self.whole, tuple(sorted(self.operators.items()))
+        return id(self.cost), self.whole, tuple(sorted(self.operators.items())), tuple(self.pinned.items())
 
 
 def expand(
     problems: Sequence[StageProblem],
     solutions: Sequence[StageSolution],
+    layers: int,
     *,
-    pins: Mapping[int, LayerPolicy] | None = None,
     root: LayerPolicy | None = None,
 ) -> Policy:
-    """The Policy that the counts stand for. Layers in ``pins`` keep the prefetches of their own swaps."""
+    """The Policy that the counts stand for, over ``layers`` layers; those of stages that are not given keep all."""
     choices: dict[int, Choice] = {}
     distances: dict[tuple[object, ...], dict[str, int]] = {}
     for problem, solution in zip(problems, solutions, strict=True):
         mine = choices_of(solution.groups)
         choices |= mine
         for chunk in sorted({counts.group.chunk for counts in solution.groups}):
-            layers = sorted(
+            chunks = sorted(
                 layer for counts in solution.groups if counts.group.chunk == chunk for layer in counts.group.layers
             )
-            for layer, found in prefetch_distances([mine[layer] for layer in layers], problem).items():
-                known = distances.setdefault(mine[layers[layer]].key, {})
+            for place, found in prefetch_distances([mine[layer] for layer in chunks], problem).items():
+                known = distances.setdefault(mine[chunks[place]].key, {})
                 for name, distance in found.items():
                     known[name] = max(distance, known.get(name, 0))
     made: dict[tuple[object, ...], LayerPolicy] = {}
     for choice in choices.values():
         if choice.key not in made:
             made[choice.key] = layer_policy(choice, distances.get(choice.key, {}))
-    found_layers = tuple(made[choices[layer].key] for layer in sorted(choices))
-    return Policy(layers=found_layers, root=root or LayerPolicy(), origin="solver")
+    keep = LayerPolicy()
+    decided = tuple(made[choices[layer].key] if layer in choices else keep for layer in range(layers))
+    return Policy(layers=decided, root=root or LayerPolicy(), origin="solver")
 
 
 def choices_of(groups: Iterable[GroupCounts]) -> dict[int, Choice]:
@@ -85,7 +88,7 @@ def choices_of(groups: Iterable[GroupCounts]) -> dict[int, Choice]:
         for place, layer in enumerate(counts.group.layers[:whole]):
             swapped: dict[str, What] = {BOUNDARY: "swap"} if place < counts.whole_swapped else {}
             choices[layer] = Choice(cost, whole=True, operators=swapped)
-        others = [Choice(cost) for _ in counts.group.layers[whole:]]
+        others = [Choice(cost, pinned=counts.group.pinned) for _ in counts.group.layers[whole:]]
         choices |= zip(counts.group.layers[whole:], others, strict=True)
         for name, count in counts.recomputed.items():
             for choice in others[:count]:
@@ -105,6 +108,8 @@ def layer_policy(choice: Choice, distances: Mapping[str, int]) -> LayerPolicy:
     """A choice as a Policy says it."""
 
     def decision(name: str, what: What) -> Decision:
+        if name in choice.pinned:
+            return choice.pinned[name]
         return Recompute() if what == "recompute" else Swap(max(1, distances.get(name, 1)))
 
     boundary = decision(BOUNDARY, "swap") if choice.operators.get(BOUNDARY) == "swap" else Keep()
@@ -164,5 +169,5 @@ def _copies(layers: Sequence[Choice]) -> Iterable[tuple[int, int, int, str, int,
                 yield offset + max(first, place), offset + last, number, one.name, one.held, one.copies
         if choice.operators.get(BOUNDARY) == "swap":
             first, last = (0, len(cost.operators) - 1) if choice.whole else cost.boundary_saved_at
-            yield offset + first, offset + last, number, BOUNDARY, cost.boundary, 1
+            yield offset + first, offset + last, number, BOUNDARY, cost.given if choice.whole else cost.boundary, 1
         offset += len(cost.operators)

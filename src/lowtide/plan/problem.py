@@ -67,7 +67,9 @@ class LayerCost:
     operators: tuple[OperatorCost, ...]
     inputs: tuple[Input, ...]
     boundary: int
-    """The bytes of the layer's input, if backward asks for it or something would be repeated from it."""
+    """The bytes of the layer's input that backward asks for, or of its cast."""
+    given: int
+    """The bytes of the layer's input: what a layer that is recomputed as a whole holds."""
     fixed: int
     """Bytes that are held unless the whole layer is recomputed: integers and booleans."""
     passing: int
@@ -84,6 +86,11 @@ class LayerCost:
     """The bytes of its output."""
     boundary_saved_at: tuple[int, int] = (0, 0)
     """The places of the first and the last operator that save the layer's input."""
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Equal for layers whose decisions cost the same: a first and a last layer differ in what they pass on."""
+        return (*(one._replace(backward=0.0) for one in self.operators), *self.inputs, self.boundary, self.fixed)
 
     @property
     def saved(self) -> int:
@@ -185,10 +192,8 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
     inputs: list[Input] = []
     for value, found in sorted(readers.items()):
         storage = part.values[value]
-        if value == part.input or storage.source == "boundary":
-            boundary = max(boundary, storage.size)
-        elif storage.source == "operator" and value not in saved:
-            owner_place = places.get(storage.owner)
+        if storage.source in ("operator", "boundary") and value not in saved:
+            owner_place = places.get(storage.owner) if value != part.input else None
             others = found - {owner_place}
             if others:
                 inputs.append(Input(storage.size, owner_place, tuple(sorted(others))))
@@ -208,6 +213,7 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
         ),
         inputs=tuple(inputs),
         boundary=boundary,
+        given=part.values[part.input].size if part.input is not None else 0,
         fixed=fixed,
         passing=_passing(part),
         passing_whole=_passing_whole(part),
@@ -249,7 +255,7 @@ def stage_problems(
             pins: dict[object, tuple[Mapping[str, Decision], bool, bool]] = {}
             for layer in layers:
                 pin = _pins(fixed, layer)
-                key = (trace.layers[layer], tuple(pin[0].items()), *pin[1:])
+                key = (costs[trace.layers[layer]].alike, tuple(pin[0].items()), *pin[1:])
                 pins[key] = pin
                 alike.setdefault(key, []).append(layer)
             groups += [
@@ -260,20 +266,16 @@ def stage_problems(
             forward += sum(one.forward for one in (*parts, *extra))
             backward += sum(one.backward for one in (*parts, *extra))
             gradients[chunk] = sum(one.gradients for one in (*parts, *extra))
-            static += sum(
-                trace.parts[trace.layers[layer]].static.total - sum(trace.parts[trace.layers[layer]].static.gradients)
-                for layer in layers
-            )
+            static += sum(_standing(trace.parts[trace.layers[layer]]) for layer in layers)
             around[chunk] += before.saved if first else 0
             around[chunk] += after.saved - after.boundary if last else 0
             around[chunk] += parts[-1].output if not last and parts and pipeline.stages > 1 else 0
             passing[chunk] = parts[-1].passing if parts else 0
             if last:
                 losses = after.passing_whole - after.saved + after.boundary
-                static += trace.after.static.total - sum(trace.after.static.gradients)
+                static += _standing(trace.after)
             if first:
-                static += trace.before.static.total - sum(trace.before.static.gradients)
-        static += sum(size for size, _ in trace.crossing)
+                static += _standing(trace.before)
         cases = _cases(schedule[stage], static, gradients, around, passing)
         if losses:
             # The loss is made while every layer's activations are held.
@@ -299,12 +301,18 @@ def stage_problems(
     return tuple(problems)
 
 
+def _standing(part: Part) -> int:
+    """What stays over the step, gradients aside, and what lives longer than the part: rotary tables, cast weights."""
+    return part.static.total - sum(part.static.gradients) + sum(one.size for one in part.values if one.until)
+
+
 def _optimizer_passing(part: Part) -> int:
     """The most that the optimizer's step needs beside its states."""
     live = most = 0
     for what, number in part.forward:
-        live += part.values[number].size * ((what == "make") - (what == "free"))
-        most = max(most, live)
+        if what in ("make", "free"):
+            live += part.values[number].size if what == "make" else -part.values[number].size
+            most = max(most, live)
     return most
 
 
@@ -400,7 +408,7 @@ def _passing_whole(part: Part) -> int:
     live = part.values[part.output_gradient].size if part.output_gradient is not None else 0
     most = live
     for what, number in part.forward:
-        if number == part.input and what in ("make", "free"):
+        if what in ("make", "free") and (number == part.input or part.values[number].until):
             continue
         if what == "make":
             live += part.values[number].size

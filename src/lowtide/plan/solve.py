@@ -27,7 +27,7 @@ from typing import NamedTuple
 from lowtide.plan.problem import Case, Group, StageProblem
 from lowtide.policy import Recompute, Swap
 
-__all__ = ["GroupCounts", "StageSolution", "solve_least", "solve_stage"]
+__all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "solve_stage"]
 
 GAP = 1e-4
 """The gap at which HiGHS stops, relative to the time of a micro batch."""
@@ -100,6 +100,17 @@ def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = T
     return stage.solution(values, problem.seconds)
 
 
+def relaxed_seconds(problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True) -> float | None:
+    """One micro batch's seconds within ``budget`` if counts could be fractions: quick, and never too high."""
+    model = _Model()
+    most = model.variable(0, budget / _MIB)
+    stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
+    for variable, cost in stage.extra_seconds():
+        model.cost[variable] = model.cost.get(variable, 0.0) + cost / _MILLI
+    model.integer = [0] * len(model.integer)
+    return None if model.solve() is None else problem.seconds + model.bound * _MILLI
+
+
 class _Unknowns(NamedTuple):
     """The variables of a group."""
 
@@ -133,7 +144,7 @@ class _Stage:
             cost = group.cost
             yield unknowns.whole, cost.forward
             # A repeated forward wants its input at once: nothing hides this copy back.
-            yield unknowns.whole_swapped, cost.forward + cost.boundary / self.problem.link_in
+            yield unknowns.whole_swapped, cost.forward + cost.given / self.problem.link_in
             yield unknowns.boundary_swapped, rate * cost.boundary
             for place, variable in unknowns.recomputed.items():
                 yield variable, cost.operators[place].seconds
@@ -155,9 +166,9 @@ class _Stage:
             )
             found.append(counts)
             seconds += (counts.whole + counts.whole_swapped) * group.cost.forward
-            seconds += counts.whole_swapped * group.cost.boundary / self.problem.link_in
+            seconds += counts.whole_swapped * group.cost.given / self.problem.link_in
             seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
-            moved += (counts.whole_swapped + counts.boundary_swapped) * group.cost.boundary
+            moved += counts.whole_swapped * group.cost.given + counts.boundary_swapped * group.cost.boundary
             moved += sum(one.held * counts.swapped.get(one.name, 0) for one in operators)
         memory = max(self._memory(case, values) for case in self.problem.cases)
         return StageSolution(
@@ -170,12 +181,12 @@ class _Stage:
         whole_at_least = count if group.pinned_whole else 0
         can_whole = (recompute and not group.pinned) or group.pinned_whole
         whole = model.variable(0, count if can_whole else 0, integer=True)
-        can_swap_input = (swap or group.pinned_boundary) and cost.boundary > 0
+        can_swap_input = swap or group.pinned_boundary
         whole_swapped = model.variable(0, count if can_whole and can_swap_input else 0, integer=True)
         model.row({whole: 1, whole_swapped: 1}, whole_at_least, count)
-        boundary = model.variable(0, by_operator if can_swap_input else 0, integer=True)
+        boundary = model.variable(0, by_operator if can_swap_input and cost.boundary else 0, integer=True)
         model.row({boundary: 1, whole: 1, whole_swapped: 1}, 0, count)
-        if group.pinned_boundary and cost.boundary:
+        if group.pinned_boundary and (cost.boundary or group.pinned_whole):
             model.row({boundary: 1, whole_swapped: 1}, count, count)
         read = {place for one in cost.inputs for place in (*one.readers, one.owner) if place is not None}
         recomputed: dict[int, int] = {}
@@ -211,7 +222,7 @@ class _Stage:
         """What the layers of a group hold of one micro batch, in MiB: by variable, and beside them."""
         group, unknowns = self.problem.groups[place], self.unknowns[place]
         cost, count = group.cost, len(group.layers)
-        alone = cost.boundary if not by_operator_only else 0
+        alone = cost.given if not by_operator_only else 0
         terms = {unknowns.whole: alone - cost.saved, unknowns.whole_swapped: -cost.saved}
         terms[unknowns.boundary_swapped] = -cost.boundary
         for table in (unknowns.recomputed, unknowns.swapped):
@@ -289,7 +300,7 @@ class _Stage:
         back: dict[int, float] = {}
         hosts: list[dict[int, float]] = [{} for _ in problem.cases]
         for group, unknowns in zip(problem.groups, self.unknowns, strict=True):
-            moved = {unknowns.whole_swapped: (group.cost.boundary, 1)}
+            moved = {unknowns.whole_swapped: (group.cost.given, 1)}
             moved[unknowns.boundary_swapped] = (group.cost.boundary, 1)
             for place, variable in unknowns.swapped.items():
                 moved[variable] = (group.cost.operators[place].held, group.cost.operators[place].copies)
