@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulation import StageSimulation
 from lowtide.report.run import Run
-from lowtide.report.thin import ROWS, Block, blocks, thin_memory, thin_points
+from lowtide.report.thin import MOST_BLOCKS, ROWS, SLICES, Block, blocks, thin_memory, thin_points
 from lowtide.report.words import KINDS, decision_kind, recommended
 from lowtide.units import format_bytes, format_seconds
 
@@ -59,16 +59,18 @@ def byte_scale(size: int) -> Scale:
     return Scale("GiB", 2.0**30) if size >= 2 * 2**30 else Scale("MiB", 2.0**20)
 
 
-def memory_figure(stage: StageSimulation | None, budget: int | None, run: Run | None, seconds: float) -> Figure:
+def memory_figure(
+    stage: StageSimulation | None, budget: int | None, run: Run | None, seconds: float, slices: int = SLICES
+) -> Figure:
     """Memory over a step: planned, measured, and the budget."""
-    measured = thin_points(run.memory) if run is not None else []
+    measured = thin_points(run.memory, slices) if run is not None else []
     highest = max([stage.reserved if stage else 0, budget or 0, *(size for _, size in measured)])
     memory, time = byte_scale(highest), time_scale(seconds)
     at = f"%{{y:.2f}} {memory.unit} at %{{x:.2f}} {time.unit}"
     traces: list[Figure] = []
     shapes, notes = [], []
     if stage is not None and stage.memory:
-        moments = thin_memory(stage.memory)
+        moments = thin_memory(stage.memory, slices)
         traces.append(
             {
                 "type": "scatter",
@@ -84,7 +86,9 @@ def memory_figure(stage: StageSimulation | None, budget: int | None, run: Run | 
             }
         )
         if stage.peak_at is not None:
-            traces.append(_peak(stage, memory, time))
+            marker, label = _peak(stage, memory, time)
+            traces.append(marker)
+            notes.append(label)
     if measured:
         traces.append(
             {
@@ -100,43 +104,57 @@ def memory_figure(stage: StageSimulation | None, budget: int | None, run: Run | 
     if budget is not None:
         shapes.append(_budget_line(_short(budget / memory.size), upright=False))
         notes.append(_label(budget / memory.size, f"budget {format_bytes(budget)}", "@alarm-text"))
-    end = max([seconds, *(when for when, _ in measured[-1:])]) / time.size
     return {
         "data": traces,
         "layout": {
             "height": 360,
-            "xaxis": {"range": [0, _short(end)], "ticksuffix": f" {time.unit}", "nticks": 8},
-            "yaxis": {"range": [0, _short(highest / memory.size * 1.12)], "ticksuffix": f" {memory.unit}", "nticks": 6},
+            "margin": _TIMED,
+            "xaxis": {"range": [0, _short(seconds / time.size)], "ticksuffix": f" {time.unit}", "nticks": 8},
+            "yaxis": {
+                "range": [0, _short(highest / memory.size * 1.12)],
+                "ticksuffix": f" {memory.unit}",
+                "nticks": 6,
+                "automargin": False,
+            },
             "shapes": shapes,
             "annotations": notes,
             "showlegend": bool(measured) and len(traces) > 1,
         },
-        "narrow": {"height": 300, "xaxis.nticks": 4},
+        "narrow": {"height": 300, "xaxis.nticks": 4, "margin.l": 68},
     }
 
 
-def _peak(stage: StageSimulation, memory: Scale, time: Scale) -> Figure:
+_TIMED = {"l": 86, "b": 28}
+"""The same left edge for all that is drawn over the step's time."""
+
+
+def _peak(stage: StageSimulation, memory: Scale, time: Scale) -> tuple[Figure, Figure]:
+    """The highest point, and what is written beside it: below the line, where there is room."""
     assert stage.peak_at is not None
-    late = stage.peak_at.time > stage.seconds * 0.6
     text = f"peak {format_bytes(stage.peak)} · {_place(stage.peak_at.layer, stage.peak_at.operator)}"
-    return {
+    x, y = _short(stage.peak_at.time / time.size), _short(stage.peak / memory.size)
+    late = stage.peak_at.time > stage.seconds / 2
+    marker = {
         "type": "scatter",
         "mode": "markers",
         "name": "peak",
-        "x": [_short(stage.peak_at.time / time.size)],
-        "y": [_short(stage.peak / memory.size)],
+        "x": [x],
+        "y": [y],
         "text": [text],
-        "textposition": "top left" if late else "top right",
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {"color": "@ink", "size": 7},
         "showlegend": False,
     }
+    arrow = {"arrowcolor": "@ink", "arrowwidth": 1, "arrowhead": 0, "standoff": 4, "ax": -12 if late else 12, "ay": 150}
+    side = {"xanchor": "right" if late else "left", "align": "left", "bgcolor": "@paper", "borderpad": 3}
+    return marker, {"x": x, "y": y, "text": text, "showarrow": True, "font": {"color": "@ink"}, **arrow, **side}
 
 
-def lanes_figure(stage: StageSimulation, seconds: float) -> Figure:
+def lanes_figure(stage: StageSimulation, seconds: float, most: int = MOST_BLOCKS) -> Figure:
     """What the device and the link do over the step, a row each."""
     time = time_scale(seconds)
-    found = blocks(stage.spans, seconds)
+    found = blocks(stage.spans, seconds, most)
+    least = seconds / 1500  # a hair wide, so that it can be seen and found with the mouse
     rows = [row for row in dict.fromkeys(ROWS.values()) if any(block.row == row for block in found)]
     traces = [
         {
@@ -144,13 +162,12 @@ def lanes_figure(stage: StageSimulation, seconds: float) -> Figure:
             "orientation": "h",
             "name": kind,
             "base": [_short(one.start / time.size) for one in mine],
-            # What a picture cannot show is still there to be found with the mouse.
-            "x": [_short(max(one.end - one.start, seconds / 2000) / time.size) for one in mine],
+            "x": [_short(max(one.end - one.start, least) / time.size) for one in mine],
             "y": [one.row for one in mine],
             "text": [_block(one) for one in mine],
             "textposition": "none",
             "hovertemplate": "%{text}<extra></extra>",
-            "marker": {"color": colour, "opacity": [_opacity(one) for one in mine], "line": {"width": 0}},
+            "marker": {"color": colour, "opacity": [_opacity(one, least) for one in mine], "line": {"width": 0}},
             "width": 0.72,
         }
         for kind, colour in LANE_COLOURS.items()
@@ -161,10 +178,11 @@ def lanes_figure(stage: StageSimulation, seconds: float) -> Figure:
         "layout": {
             "height": 60 + 34 * len(rows),
             "barmode": "overlay",
+            "margin": _TIMED,
             "xaxis": {"range": [0, _short(seconds / time.size)], "ticksuffix": f" {time.unit}", "nticks": 8},
-            "yaxis": {"categoryorder": "array", "categoryarray": rows[::-1], "fixedrange": True},
+            "yaxis": {"categoryorder": "array", "categoryarray": rows[::-1], "fixedrange": True, "automargin": False},
         },
-        "narrow": {"xaxis.nticks": 4},
+        "narrow": {"xaxis.nticks": 4, "margin.l": 68},
     }
 
 
@@ -177,9 +195,10 @@ def _block(one: Block) -> str:
     return f"<b>{what}</b>{layers}{operator}{size}<br>{format_seconds(one.busy)}{count}"
 
 
-def _opacity(one: Block) -> float:
-    share = one.busy / (one.end - one.start) if one.end > one.start else 1.0
-    return round(0.2 + 0.8 * min(share, 1.0), 2)
+def _opacity(one: Block, least: float) -> float:
+    """The share of a block's length that it was busy for, but never so little that it could not be seen."""
+    share = one.busy / max(one.end - one.start, least)
+    return round(min(max(share, 0.5 if one.kind == "stall" else 0.15), 1.0), 2)
 
 
 def curve_figure(plan: Plan) -> Figure:
@@ -230,7 +249,7 @@ def curve_figure(plan: Plan) -> Figure:
         "layout": {
             "height": 380,
             "xaxis": {"title": {"text": "reserved memory"}, "ticksuffix": f" {memory.unit}", "nticks": 7},
-            "yaxis": {"title": {"text": "seconds of a step"}, "ticksuffix": f" {time.unit}", "nticks": 6},
+            "yaxis": {"title": {"text": "time of a step"}, "ticksuffix": f" {time.unit}", "nticks": 6},
             "shapes": [_budget_line(at, upright=True)],
             "annotations": [
                 {
@@ -272,7 +291,7 @@ def grid_figure(plan: Plan) -> Figure:
         "zmax": 2.5,
         "colorscale": scale,
         "showscale": False,
-        "xgap": 1,
+        "xgap": 1 if len(plan.operators) <= 64 else 0,
         "ygap": 1,
     }
     edges = _stage_edges(plan)
@@ -370,7 +389,7 @@ _LYING = 4
 
 def _stage_bars(stages: Sequence[StageSimulation], parts: Sequence[Part], unit: str) -> Figure:
     lying = len(stages) <= _LYING
-    names = [f"stage {stage.stage}" if lying else str(stage.stage) for stage in stages]
+    names = [f"stage {stage.stage}" if lying else str(stage.stage) for stage in stages] if len(stages) > 1 else [""]
     traces = [
         {
             "type": "bar",
@@ -381,7 +400,7 @@ def _stage_bars(stages: Sequence[StageSimulation], parts: Sequence[Part], unit: 
             "marker": {"color": part.colour},
             "text": part.texts,
             "textposition": "none",
-            "hovertemplate": f"%{{{'y' if lying else 'x'}}}: %{{text}} {part.name}<extra></extra>",
+            "hovertemplate": f"%{{text}} {part.name}<extra>%{{{'y' if lying else 'x'}}}</extra>",
         }
         for part in parts
         if any(part.values)

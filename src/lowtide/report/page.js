@@ -7,7 +7,7 @@
   function coloured(value) {
     if (typeof value === "string" && value.startsWith("@"))
       return getComputedStyle(document.documentElement).getPropertyValue("--" + value.slice(1)).trim();
-    if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map(coloured);
+    if (Array.isArray(value)) return value.every((item) => typeof item === "number") ? value : value.map(coloured);
     if (value && typeof value === "object")
       return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item)]));
     return value;
@@ -20,11 +20,10 @@
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       font: { family: getComputedStyle(document.body).fontFamily, size: small ? 11 : 13, color: "@muted" },
-      margin: { l: 8, r: small ? 8 : 16, t: 24, b: 8 },
       hoverlabel: { bgcolor: "@panel", bordercolor: "@line", font: { color: "@ink", size: 13 }, align: "left" },
       hovermode: "closest", dragmode: small ? false : "zoom",
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: "@ink" } },
-      ...own, xaxis: { ...axis, ...own.xaxis }, yaxis: { ...axis, ...own.yaxis },
+      legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", font: { color: "@ink" } },
+      ...own, margin: { l: 8, r: small ? 8 : 16, t: 24, b: 8, ...own.margin }, xaxis: { ...axis, ...own.xaxis }, yaxis: { ...axis, ...own.yaxis },
     };
     for (const [path, value] of small ? Object.entries(figure.narrow || {}) : []) {
       const keys = path.split(".");

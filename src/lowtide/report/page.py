@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from html import escape
 from importlib import import_module
@@ -25,6 +26,7 @@ from lowtide.report.tables import (
     decision_bar,
     decision_legend,
     key_figures,
+    lanes_legend,
     listed,
     options_table,
     receipt_table,
@@ -32,7 +34,7 @@ from lowtide.report.tables import (
     shares_table,
     yaml_difference,
 )
-from lowtide.report.thin import late_copies
+from lowtide.report.thin import MOST_BLOCKS, SLICES, late_copies
 from lowtide.report.words import fullest, headline, layout, peak_sentence
 from lowtide.units import format_bytes, format_seconds
 
@@ -78,14 +80,17 @@ def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figu
         end = run.memory[-1][0] if run.memory else 0.0
         return {"memory": [memory_figure(None, None, run, end)]} if run.memory else {}
     found: dict[str, Figure | list[Figure]] = {}
-    stages, seconds = plan.simulation.stages, plan.simulation.seconds
+    stages = plan.simulation.stages
+    end = max([plan.simulation.seconds, *(when for when, _ in (run.memory[-1:] if run is not None else ()))])
     whose = _measured_stage(plan, run)
+    few = max(len(stages) // 4, 1)  # many stages share the page's size: each has coarser slices
     if any(stage.memory for stage in stages) or (run is not None and run.memory):
         found["memory"] = [
-            memory_figure(stage, plan.budget, run if stage.stage == whose else None, seconds) for stage in stages
+            memory_figure(stage, plan.budget, run if stage.stage == whose else None, end, max(SLICES // few, 150))
+            for stage in stages
         ]
     if any(stage.spans for stage in stages):
-        found["lanes"] = [lanes_figure(stage, seconds) for stage in stages]
+        found["lanes"] = [lanes_figure(stage, end, max(MOST_BLOCKS // few, 400)) for stage in stages]
     if plan.options or plan.curve:
         found["curve"] = curve_figure(plan)
     if plan.operators:
@@ -145,13 +150,13 @@ def _header(plan: Plan | None, run: Run | None) -> str:
     if plan is None:
         assert run is not None
         return (
-            f'<header><p class="where"><b>lowtide</b> · a run</p><h1>{escape(_run_headline(run))}</h1></header>\n'
+            f'<header><p class="where"><b>lowtide</b> · a run</p><h1>{_unbroken(escape(_run_headline(run)))}</h1></header>\n'
             + run_figures(run)
         )
     mark = "" if plan.feasible else ' class="no"'
     return (
         f'<header><p class="where"><b>lowtide</b> · {escape(plan.model)} · {escape(layout(plan))}</p>'
-        f"<h1{mark}>{escape(headline(plan))}</h1></header>\n{key_figures(plan)}{decision_bar(plan)}\n"
+        f"<h1{mark}>{_unbroken(escape(headline(plan)))}</h1></header>\n{key_figures(plan)}{decision_bar(plan)}\n"
     )
 
 
@@ -160,6 +165,11 @@ def _run_headline(run: Run | None) -> str:
     parts = [f"{format_bytes(run.peak)} at the peak"] if run.peak is not None else []
     parts += [f"{format_seconds(run.seconds)} a step"] if run.seconds is not None else []
     return f"The run took {' and '.join(parts)}" if parts else "What lowtide did in the run"
+
+
+def _unbroken(text: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=[A-Za-zµ])", "\N{NO-BREAK SPACE}", text)
 
 
 def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list[Figure]]) -> str:
@@ -177,9 +187,8 @@ def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list
             chooser = f'<label class="stage">shown: <select id="stage">{options}</select></label>'
     body = chooser + f'<p class="lead">{escape(lead)}</p>' + _chart("memory", "memory over the step")
     if plan is not None and "lanes" in figures:
-        body += f'<h3>Device and link</h3><p class="lead">{escape(_link_sentence(plan))}</p>' + _chart(
-            "lanes", "what the device and the link do over the step"
-        )
+        chart = _chart("lanes", "what the device and the link do over the step")
+        body += f'<h3>Device and link</h3><p class="lead">{escape(_link_sentence(plan))}</p>{lanes_legend()}{chart}'
     return f'<section id="memory"><h2>Memory over the step</h2>{body}</section>\n'
 
 

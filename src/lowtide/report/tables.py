@@ -17,6 +17,7 @@ __all__ = [
     "decision_bar",
     "decision_legend",
     "key_figures",
+    "lanes_legend",
     "listed",
     "options_table",
     "receipt_table",
@@ -97,10 +98,17 @@ def decision_bar(plan: Plan) -> str:
 
 def decision_legend() -> str:
     """The colours of the grid."""
-    return (
-        '<ul class="legend"><li class="chip keep">keep</li><li class="chip recompute">recompute</li>'
-        '<li class="chip swap">swap</li></ul>'
-    )
+    return _legend((("keep", "keep"), ("recompute", "recompute"), ("swap", "swap")))
+
+
+def lanes_legend() -> str:
+    """The colours of the lanes."""
+    names = {"compute": "forward", "deep": "backward", "recompute": "recompute", "swap": "copy in time"}
+    return _legend((*names.items(), ("alarm", "stall, and the copy that was waited for")))
+
+
+def _legend(chips: Iterable[tuple[str, str]]) -> str:
+    return '<ul class="legend">' + "".join(f'<li class="chip {kind}">{name}</li>' for kind, name in chips) + "</ul>"
 
 
 def options_table(plan: Plan) -> str:
@@ -110,7 +118,7 @@ def options_table(plan: Plan) -> str:
         _option(option, plan, option is best)
         for option in sorted(plan.options, key=lambda option: option.simulation.seconds)
     )
-    head = _head(("way", ""), ("reserved", "number"), ("budget", "number"), ("step", "number"), ("how", ""))
+    head = _head(("way", ""), ("reserved", "number"), ("budget", "number"), ("step", "number"))
     return f'<div class="scroll"><table class="options">{head}{rows}</table></div>' if rows else ""
 
 
@@ -118,11 +126,12 @@ def _option(option: Option, plan: Plan, best: bool) -> str:
     spare = plan.budget - option.simulation.reserved
     against = f"{format_bytes(spare)} free" if spare >= 0 else f'<span class="over">{format_bytes(-spare)} over</span>'
     how = f"<code>{escape(option.how)}</code>" if option.how else ""
+    name = f"<span>{escape(option.name)}</span>{how}"
     mark = ' class="best"' if best else ""
     return (
-        f"<tr{mark}><td>{escape(option.name)}</td>"
+        f"<tr{mark}><td>{name}</td>"
         f'<td class="number">{format_bytes(option.simulation.reserved)}</td><td class="number">{against}</td>'
-        f'<td class="number">{format_seconds(option.simulation.seconds)}</td><td>{how}</td></tr>'
+        f'<td class="number">{format_seconds(option.simulation.seconds)}</td></tr>'
     )
 
 
@@ -142,7 +151,7 @@ def shares_table(plan: Plan) -> str:
     rest = sum(row[3] for row in rows[_LARGEST:])
     if rest:
         body += _share_row("", f"{len(rows) - _LARGEST} smaller", "", rest, rest / largest, stage.peak)
-    head = _head(("what", ""), ("layers", ""), ("bytes", "number"), ("of the peak", "number"), ("", ""))
+    head = _head(("what", ""), ("layers", "wide"), ("bytes", "number"), ("of the peak", "number"), ("", ""))
     return f'<div class="scroll"><table>{head}{body}</table></div>'
 
 
@@ -151,7 +160,7 @@ def _share_row(what: str, operator: str, layers: str, size: int, length: float, 
     kind = f' <span class="soft">{escape(what)}</span>' if operator and what else escape(what)
     track = f'<span class="track"><i class="{colour}" style="width:{min(length, 1):.1%}"></i></span>'
     return (
-        f"<tr><td>{escape(operator)}{kind}</td><td>{escape(layers)}</td>"
+        f'<tr><td>{escape(operator)}{kind}</td><td class="wide">{escape(layers)}</td>'
         f'<td class="number">{format_bytes(size)}</td><td class="number">{size / peak:.1%}</td><td>{track}</td></tr>'
     )
 

@@ -20,9 +20,9 @@ from lowtide.policy import format_layers
 
 __all__ = ["ROWS", "Block", "blocks", "late_copies", "thin_memory", "thin_points"]
 
-SLICES = 600
+SLICES = 800
 """Slices of a memory timeline: at most three times as many moments stay."""
-MOST_BLOCKS = 1500
+MOST_BLOCKS = 2000
 """Of one stage. More make a page slow to open."""
 ROWS = {
     "forward": "compute",
@@ -30,7 +30,7 @@ ROWS = {
     "collective": "compute",
     "optimizer": "compute",
     "recompute": "recompute",
-    "stall": "waiting for copies",
+    "stall": "stalls",
     "copy out": "link out",
     "copy back": "link in",
     "late": "link in",
@@ -99,8 +99,7 @@ def _joined(spans: Iterable[Span], late: set[Span], close: float) -> list[Block]
     for span in spans:
         kind = "late" if span in late else span.kind
         group = groups.setdefault(kind, [])
-        # Stalls are few and what a person looks for: each stays its own.
-        if group and (kind == "stall" or span.start - _end(group[-1]) > close):
+        if group and span.start - _end(group[-1]) > close:
             done.append(_block(kind, group))
             group.clear()
         group.append(span)
