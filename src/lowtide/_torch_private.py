@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,13 +40,16 @@ __all__ = [
     "at_end_of_backward",
     "autocast_contexts",
     "autocast_state",
+    "backward_node_number",
     "compiled_call",
     "current_backward",
     "exchange_rows",
     "finish_collective",
     "flattened",
     "function_modes",
+    "group_named",
     "held_indices",
+    "imagined_process_group",
     "inner_tensor",
     "is_any_autocast_enabled",
     "is_collective",
@@ -54,6 +57,7 @@ __all__ = [
     "is_own_output",
     "landed_tensor",
     "multiply_all",
+    "node_number",
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
@@ -222,8 +226,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def is_own_output(tensor: Tensor) -> bool:
     """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
     node: Any = tensor.grad_fn
-    latest: int = torch._C._autograd._get_sequence_nr() - 1
-    return node is not None and node._sequence_nr() == latest
+    return node is not None and node._sequence_nr() == node_number() - 1
+
+
+def node_number() -> int:
+    """The number that the next node of autograd's graph gets on this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_node_number() -> int:
+    """The number of the node that backward is running on this thread; -1 if it runs none."""
+    node: Any = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -284,6 +299,23 @@ def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]
 def _device_kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def group_named(name: str) -> Any:
+    """The process group that a functional collective names."""
+    return importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group(name)
+
+
+@contextmanager
+def imagined_process_group(world: int) -> Iterator[None]:
+    """A process group of ``world`` ranks of which only this one is there, and in which nothing is sent."""
+    dist = torch.distributed
+    store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:

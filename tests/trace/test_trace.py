@@ -14,7 +14,7 @@ def small_trace() -> Trace:
     layer = Part(
         name="Layer",
         operators=(TracedOperator("linear", 0, 0, consumers=("silu",)), TracedOperator("silu", 64, 64)),
-        values=(Value(64, source="boundary"), Value(64, "linear"), Value(64, "silu")),
+        values=(Value(64, source="boundary", until="backward"), Value(64, "linear"), Value(64, "silu")),
         kernels=(Kernel("aten::mm", "linear", flops=128, touched=192, reads=(0,), writes=(1,)),),
         calls=(Call("linear", (0,)), Call("silu", (1,), ("linear",))),
         packs=(Pack(0, "linear", "", "boundary", 0), Pack(1, "silu", "linear", "operator", 1)),
@@ -30,7 +30,6 @@ def small_trace() -> Trace:
         layers=(0, 0),
         before=Part(name="before"),
         after=Part(name="after"),
-        crossing=((128, "backward"),),
         batch={"samples": 1, "tokens": 16},
     )
 

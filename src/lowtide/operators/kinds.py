@@ -63,6 +63,15 @@ class LayerKind(NamedTuple):
         aliases = aliases_of(operator.name for operator in self.operators)
         return tuple(Operator(operator.name, operator.consumers, aliases[operator.name]) for operator in self.operators)
 
+    @property
+    def positions(self) -> list[int]:
+        """For each tensor that is saved, the place of the operator that saves it: what a prefetch counts in."""
+        places = {operator.name: place for place, operator in enumerate(self.operators)}
+        positions: list[int] = []
+        for pack in self.packs:  # what only views or casts has no place of its own
+            positions.append(places.get(pack.operator, positions[-1] if positions else 0))
+        return positions
+
 
 def layer_kind(layer: nn.Module, seen: Observation, *, held_elsewhere: Iterable[int] = ()) -> LayerKind:
     """Sum up what one run of ``layer`` showed; ``held_elsewhere`` are storages that others hold for backward anyway."""

@@ -40,7 +40,7 @@ class Share(NamedTuple):
     """A part of the peak."""
 
     what: str
-    """``parameters``, ``gradients``, ``optimizer``, ``activations``, ``transients``, ``boundaries``, ``crossing``."""
+    """``parameters``, ``gradients``, ``optimizer``, ``activations``, ``transients``, ``boundaries``."""
     layer: int | None
     operator: str
     bytes: int

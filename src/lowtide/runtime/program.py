@@ -121,7 +121,7 @@ def compile_layer(
     recomputed = frozenset(name for name in asked if facts[name].repeatable)
     by_node = _by_node(kind, recomputed)
     captured = recomputed - by_node
-    positions = _positions(kind)
+    positions = kind.positions
     first = {pack.storage: number for number, pack in reversed(list(enumerate(kind.packs)))}
     last = {pack.storage: number for number, pack in enumerate(kind.packs)}
 
@@ -233,15 +233,6 @@ def _common(paths: list[list[str]]) -> list[str]:
 def _dense(pack: Pack) -> bool:
     """Whether the tensor is all of its storage."""
     return prod(pack.shape) * pack.dtype.itemsize == pack.storage_bytes
-
-
-def _positions(kind: LayerKind) -> list[int]:
-    """For each tensor that is saved, the place of the operator that saves it."""
-    places = {operator.name: place for place, operator in enumerate(kind.operators)}
-    positions: list[int] = []
-    for pack in kind.packs:  # what only views or casts has no place of its own
-        positions.append(places.get(pack.operator, positions[-1] if positions else 0))
-    return positions
 
 
 def _by_node(kind: LayerKind, recomputed: frozenset[str]) -> frozenset[str]:

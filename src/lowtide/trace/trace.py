@@ -26,9 +26,10 @@ A storage that is saved and kept is free when the program has let go of it and e
 
 Storages cross from part to part in four places, which a part names: its ``input`` is the output of the part before and
 its ``output`` the input of the next; its ``output_gradient`` comes from the part that runs before it in backward, and
-its ``input_gradient`` goes to the next there. A given storage is freed where the events say, by the part that was given
-it. Others that are made in one part and used in another, such as rotary tables, stand in ``Trace.crossing``: they live
-until forward, or backward, has ended, and parts that save them do so with packs whose ``value`` is -1.
+its ``input_gradient`` goes to the next there; both are one value where a gradient passes through. A given storage is
+freed where the events say, by the part that was given it. So are those in ``taken`` and ``handed``. Others that are
+made in one part and used in another, such as rotary tables, say with ``Value.until`` how long they live; parts that
+save them do so with packs whose ``value`` is -1.
 """
 
 from __future__ import annotations
@@ -86,6 +87,9 @@ class Value(NamedTuple):
     gradient: bool = False
     """Whether it becomes a parameter's gradient, which outlives the micro batch. In the second and later micro batches
     of a step it is added to the one that is there and freed at once."""
+    until: Literal["", "forward", "backward"] = ""
+    """For what is made in forward and freed outside of the part: when the whole forward, or the whole backward, of the
+    micro batch has ended. Rotary tables are such, and weights that autocast has cast."""
 
 
 class Kernel(NamedTuple):
@@ -181,6 +185,14 @@ class Part:
     output_gradient: int | None = None
     """The value that the part before it in backward made."""
     input_gradient: int | None = None
+    taken: tuple[int, ...] = ()
+    """Other values that the part before it in forward made and this one frees: buffers of gathered parameters."""
+    handed: tuple[int, ...] = ()
+    """Those that it hands to the next, which takes them in the same order."""
+    taken_back: tuple[int, ...] = ()
+    """As ``taken``, in backward."""
+    handed_back: tuple[int, ...] = ()
+    """As ``handed``, in backward."""
     static: Static = field(default_factory=Static)
 
     @cached_property
@@ -210,8 +222,6 @@ class Trace:
     """What runs after them, the loss included."""
     optimizer: Part = field(default_factory=lambda: Part(name="optimizer"))
     """The optimizer's step, in its ``forward``: what it needs beside its states."""
-    crossing: tuple[tuple[int, Literal["forward", "backward"]], ...] = ()
-    """Storages that ``before`` makes and layers use: bytes, and what they live until."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """The ranks it was traced for: ``dp``, ``tp``, ``ep`` and so on; the pipeline is the planner's."""
     batch: Mapping[str, int] = field(default_factory=dict)
@@ -252,7 +262,6 @@ class Trace:
                 before=_part(value["before"]),
                 after=_part(value["after"]),
                 optimizer=_part(value["optimizer"]),
-                crossing=tuple((size, until) for size, until in value["crossing"]),
                 layout=dict(value["layout"]),
                 batch=dict(value["batch"]),
                 device=value["device"],
@@ -309,6 +318,8 @@ def _part(value: Mapping[str, Any]) -> Part:
         given[name] = tuple(row(*_rows(one)) for one in value[name])
     for name in ("forward", "backward"):
         given[name] = tuple((what, number) for what, number in value[name])
+    for name in ("taken", "handed", "taken_back", "handed_back"):
+        given[name] = tuple(value[name])
     given["static"] = Static(*(tuple(sizes) for sizes in value["static"]))
     return Part(**given)
 

@@ -1,0 +1,192 @@
+"""The devices that a plan can be made for without having one.
+
+Nominal figures of data sheets, dense (no sparsity), rounded. What kernels reach of them is in the efficiency factors,
+which are assumptions and are said to be so in a device's notes. ``lowtide calibrate`` replaces both by measurements.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from lowtide.cost.device import Device
+from lowtide.errors import PlanError
+
+__all__ = ["DEVICES", "EFFICIENCY", "find_device"]
+
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+
+EFFICIENCY = {
+    # Assumption: large bf16 products of a transformer; published GEMM sweeps lie between 0.6 and 0.85 of the peak.
+    "matmul": 0.70,
+    # Assumption: flash kernels of head width 128, forward and backward together; backward alone is lower.
+    "attention": 0.50,
+    # Assumption: streaming kernels of several MiB; published STREAM-like figures lie between 0.75 and 0.92.
+    "memory": 0.80,
+    # Assumption: pinned copies of several MiB over PCIe, headers and flow control deducted.
+    "link_out": 0.85,
+    "link_in": 0.85,
+    # Assumption: bus bandwidth of large collectives against the sum of the links.
+    "collective": 0.75,
+}
+"""The share of the peak that is assumed where nothing was measured."""
+
+_ASSUMED = (
+    "nominal figures of the data sheet",
+    "efficiency factors are assumptions; `lowtide calibrate` measures them",
+    "what the driver and the runtime take of the memory is not deducted",
+)
+
+
+def _device(name: str, *notes: str, **figures: Any) -> Device:
+    return Device(name=name, efficiency=EFFICIENCY, notes=(*_ASSUMED, *notes), **figures)
+
+
+def _rates(half: float, single: float, double: float, eighth: float | None = None) -> dict[str, float]:
+    """Rates by dtype, of tera-operations."""
+    rates = {"bfloat16": half, "float16": half, "float32": single, "float64": double}
+    if eighth is not None:
+        rates |= {"float8_e4m3fn": eighth, "float8_e5m2": eighth}
+    return {dtype: rate * TERA for dtype, rate in rates.items()}
+
+
+_HOPPER: dict[str, Any] = {
+    "flops": _rates(989, 67, 67, 1979),
+    "link_out": 64 * GIGA,  # PCIe 5 x16
+    "link_in": 64 * GIGA,
+    "interconnect": 450 * GIGA,  # NVLink 4
+    "network": 50 * GIGA,  # one 400 Gb/s port for each device
+    "host_memory": 2048 * GIB,
+}
+_ASCEND: dict[str, Any] = {
+    "capacity": 64 * GIB,
+    "memory_bandwidth": 1600 * GIGA,
+    "link_out": 32 * GIGA,  # PCIe 4 x16
+    "link_in": 32 * GIGA,
+    "interconnect": 196 * GIGA,  # HCCS, seven links
+    "network": 25 * GIGA,  # one 200 Gb/s port for each device
+    "launch": 8e-6,
+    "kernel_latency": 4e-6,
+}
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _device(
+            "a100",
+            "SXM, 80 GB; float32 without TF32",
+            capacity=80 * GIB,
+            flops=_rates(312, 19.5, 19.5),
+            memory_bandwidth=2039 * GIGA,
+            link_out=32 * GIGA,  # PCIe 4 x16
+            link_in=32 * GIGA,
+            interconnect=300 * GIGA,  # NVLink 3
+            network=25 * GIGA,
+            host_memory=1024 * GIB,
+        ),
+        _device(
+            "h100",
+            "SXM, 80 GB; float32 without TF32",
+            capacity=80 * GIB,
+            memory_bandwidth=3350 * GIGA,
+            **_HOPPER,
+        ),
+        _device(
+            "h200",
+            "SXM, 141 GB; float32 without TF32",
+            capacity=141 * 10**9,
+            memory_bandwidth=4800 * GIGA,
+            **_HOPPER,
+        ),
+        _device(
+            "b200",
+            "180 GB, as in an eight-device node; float32 without TF32",
+            capacity=180 * 10**9,
+            flops=_rates(2250, 75, 37, 4500),
+            memory_bandwidth=7700 * GIGA,
+            link_out=64 * GIGA,  # PCIe 5 x16
+            link_in=64 * GIGA,
+            interconnect=900 * GIGA,  # NVLink 5
+            network=50 * GIGA,
+            host_memory=2048 * GIB,
+        ),
+        _device(
+            "mi300x",
+            "192 GB",
+            capacity=192 * GIB,
+            flops=_rates(1307, 163, 163, 2615),
+            memory_bandwidth=5300 * GIGA,
+            link_out=64 * GIGA,  # PCIe 5 x16
+            link_in=64 * GIGA,
+            interconnect=448 * GIGA,  # seven Infinity Fabric links
+            network=50 * GIGA,
+            host_memory=2048 * GIB,
+        ),
+        _device(
+            "910b",
+            "64 GB; the lower of the clock rates that are sold",
+            flops=_rates(313, 78, 20),
+            host_memory=1536 * GIB,
+            **_ASCEND,
+        ),
+        _device(
+            "910c",
+            "one of the two dies of a package, which is what programs see as a device; 16 to a node",
+            "a node's devices are taken as a node, also where a larger fabric joins several",
+            flops=_rates(376, 94, 24),
+            devices_per_node=16,
+            host_memory=1536 * GIB,
+            **_ASCEND,
+        ),
+        _device(
+            "gaudi",
+            "Gaudi 3, 128 GB; 21 of its 24 ports of 200 Gb/s go to the devices of its node, 3 to others",
+            capacity=128 * GIB,
+            flops=_rates(1835, 229, 229, 1835),
+            memory_bandwidth=3700 * GIGA,
+            link_out=64 * GIGA,  # PCIe 5 x16
+            link_in=64 * GIGA,
+            interconnect=525 * GIGA,
+            network=75 * GIGA,
+            host_memory=2048 * GIB,
+        ),
+        _device(
+            "cpu",
+            "a server's socket of about 32 cores, an assumption; swapping there is a copy from memory to memory",
+            capacity=256 * GIB,
+            flops=_rates(4, 2, 1),
+            memory_bandwidth=200 * GIGA,
+            link_out=20 * GIGA,
+            link_in=20 * GIGA,
+            interconnect=20 * GIGA,
+            network=12.5 * GIGA,
+            launch=0.0,  # who issues a kernel also runs it
+            kernel_latency=5e-6,
+            copy_latency=5e-6,
+            collective_latency=30e-6,
+            devices_per_node=2,
+            host_memory=512 * GIB,
+        ),
+    )
+}
+"""The devices by name."""
+
+
+def find_device(name: str | Path) -> Device:
+    """The device of a name, or of a file that ``lowtide calibrate`` wrote; PlanError if there is none.
+
+    >>> find_device("h100").capacity // 2**30
+    80
+    """
+    text = str(name)
+    if (found := DEVICES.get(text.lower())) is not None:
+        return found
+    if text.endswith(".json") or Path(text).is_file():
+        return Device.load(text)
+    close = difflib.get_close_matches(text.lower(), DEVICES, n=2, cutoff=0.4)
+    meant = f"did you mean {' or '.join(close)}? There are" if close else "there are"
+    raise PlanError(
+        f"no device {text!r}: {meant} {', '.join(DEVICES)};"
+        " for another one give the file that `lowtide calibrate` wrote on it"
+    )

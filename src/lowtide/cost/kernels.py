@@ -1,0 +1,233 @@
+"""The kernel table: floating-point operations of kernels, and where other devices save other bytes than a CPU.
+
+A trace is made with fake tensors on the CPU. Their shapes are right; which kernel a device would choose is not always,
+and neither are the FLOPs that torch's own registry has for it: it lacks the CPU's flash attention and the grouped
+product. Nothing here imports torch: an argument is a tensor if it has a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+__all__ = ["ATTENTION", "MATMUL", "Family", "SavedTensor", "family_of", "kernel_flops", "kind_of", "saved_instead"]
+
+Family: TypeAlias = Literal["cpu", "cuda", "rocm", "npu", "hpu", "other"]
+"""Devices whose kernels save the same."""
+
+Arguments: TypeAlias = Sequence[Any]
+
+
+def kind_of(name: str) -> str:
+    """The kind of kernel that an operator's name means; overloads are of one kind.
+
+    >>> kind_of("aten.mm.default"), kind_of("aten::sum.dim_IntList"), kind_of("aten::mm")
+    ('aten::mm', 'aten::sum', 'aten::mm')
+    """
+    space, colons, rest = name.partition("::")
+    if not colons:
+        space, _, rest = name.partition(".")
+    return f"{space}::{rest.partition('.')[0]}"
+
+
+def kernel_flops(func_name: str, args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+    """The floating-point operations of a kernel where they can bound it, by its arguments' shapes; otherwise 0.
+
+    A product of m x k by k x n numbers is ``2 * m * k * n``. Attention has two such products in forward and five in
+    backward, where the scores are computed again; a causal mask leaves half.
+    """
+    count = _COUNTS.get(kind_of(func_name))
+    return count(args, kwargs, result) if count is not None else 0
+
+
+# Products.
+
+
+def _product(left: int, right: int) -> Callable[[Arguments, Mapping[str, Any], Any], int]:
+    """Every element of the left side meets one row of the right side."""
+
+    def count(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+        first, second = args[left].shape, args[right].shape
+        return 2 * prod(map(int, first)) * (int(second[-1]) if len(second) >= 2 else 1)
+
+    return count
+
+
+def _linear(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+    first, weight = args[0].shape, args[1].shape
+    return 2 * prod(map(int, first)) * (int(weight[0]) if len(weight) >= 2 else 1)
+
+
+def _grouped(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Rows of a two-dimensional side are divided among the groups: each row meets one group only."""
+    left, right = args[0].shape, args[1].shape
+    all_groups = 2 * prod(map(int, left)) * int(right[-1])
+    return all_groups // int(left[0]) if len(left) == 3 and len(right) == 2 else all_groups
+
+
+def _convolution(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+    transposed = bool(_argument(args, kwargs, 6, "transposed", False))
+    return _filtered(args[0].shape if transposed else result.shape, args[1].shape)
+
+
+def _convolution_backward(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+    transposed = bool(_argument(args, kwargs, 7, "transposed", False))
+    mask = _argument(args, kwargs, 10, "output_mask", (True, True, True))
+    wanted = sum(map(bool, mask[:2]))
+    return wanted * _filtered(args[1].shape if transposed else args[0].shape, args[2].shape)
+
+
+def _filtered(places: Sequence[int], weight: Sequence[int]) -> int:
+    """Each sample and place meets every filter: ``places`` is samples, channels and the places' dimensions."""
+    return 2 * int(places[0]) * prod(map(int, places[2:])) * prod(map(int, weight))
+
+
+# Attention.
+
+
+def _attention(causal_at: int, *, backward: bool = False) -> Callable[[Arguments, Mapping[str, Any], Any], int]:
+    first = 1 if backward else 0  # backward is given the gradient first
+
+    def count(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
+        query, key, value = (args[first + place].shape for place in range(3))
+        pairs = prod(map(int, query[:-1])) * int(key[-2])
+        width, value_width = int(query[-1]), int(value[-1])
+        # Scores, and values weighted by them; in backward the scores again, and the gradients of values and weights
+        # (as wide as a value), of queries and keys.
+        widths = 3 * width + 2 * value_width if backward else width + value_width
+        causal = bool(_argument(args, kwargs, causal_at, "is_causal", False))
+        return 2 * pairs * widths // (2 if causal else 1)
+
+    return count
+
+
+def _argument(args: Arguments, kwargs: Mapping[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+_FORWARD = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 4,
+    "aten::_scaled_dot_product_flash_attention": 4,
+    "aten::_scaled_dot_product_efficient_attention": 6,
+    "aten::_scaled_dot_product_cudnn_attention": 6,
+    "aten::_scaled_dot_product_fused_attention_overrideable": 5,
+}
+"""Where each kind of attention is told whether it is causal."""
+_BACKWARD = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "aten::_scaled_dot_product_flash_attention_backward": 11,
+    "aten::_scaled_dot_product_efficient_attention_backward": 11,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 14,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": 13,
+}
+_PRODUCTS = {
+    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::mv": (0, 1), "aten::dot": (0, 1), "aten::_scaled_mm": (0, 1),
+    "aten::_int_mm": (0, 1), "aten::addmm": (1, 2), "aten::_addmm_activation": (1, 2), "aten::baddbmm": (1, 2),
+    "aten::addbmm": (1, 2), "aten::addmv": (1, 2), "aten::addmm_": (1, 2), "aten::baddbmm_": (1, 2),
+    "aten::addbmm_": (1, 2), "aten::addmv_": (1, 2),
+}  # fmt: skip
+"""Where each kind of product has its sides."""
+
+_COUNTS: dict[str, Callable[[Arguments, Mapping[str, Any], Any], int]] = {
+    **{kind: _product(*sides) for kind, sides in _PRODUCTS.items()},
+    "aten::linear": _linear,
+    "aten::_grouped_mm": _grouped,
+    "aten::_scaled_grouped_mm": _grouped,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    **{kind: _attention(causal) for kind, causal in _FORWARD.items()},
+    **{kind: _attention(causal, backward=True) for kind, causal in _BACKWARD.items()},
+}
+
+ATTENTION = frozenset({*_FORWARD, *_BACKWARD})
+"""Kinds of attention, both ways."""
+MATMUL = frozenset(_COUNTS) - ATTENTION
+"""Kinds whose time is that of matrix products."""
+
+
+# What other devices save.
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that a device's kernel saves beside its inputs and its output."""
+
+    name: str
+    size: int
+    """Its bytes."""
+
+
+_FAMILIES: dict[str, Family] = {
+    "a100": "cuda", "h100": "cuda", "h200": "cuda", "b200": "cuda", "cuda": "cuda", "mi300x": "rocm", "rocm": "rocm",
+    "910b": "npu", "910c": "npu", "npu": "npu", "gaudi": "hpu", "hpu": "hpu", "cpu": "cpu",
+}  # fmt: skip
+
+
+def family_of(device: str) -> Family:
+    """The family of a device by its name.
+
+    >>> family_of("h100"), family_of("910b"), family_of("something")
+    ('cuda', 'npu', 'other')
+    """
+    return _FAMILIES.get(device, "other")
+
+
+def saved_instead(family: Family, kind: str, args: Arguments) -> tuple[SavedTensor, ...] | None:
+    """What the family's kernel saves in place of what the CPU's saves, inputs and output aside; None if the same.
+
+    For attention these are the sums of each row and the state of the random numbers; for the fused norm the scale of
+    each row, where the CPU has no fused kernel and saves the normalised input too. The grouped product saves its
+    inputs on every device.
+    """
+    saved = _SAVED.get((family, kind_of(kind)))
+    return saved(args) if saved is not None else None
+
+
+def _rows(args: Arguments) -> int:
+    return prod(map(int, args[0].shape[:-1]))
+
+
+def _flash(args: Arguments) -> tuple[SavedTensor, ...]:
+    """A float32 a row, and seed and offset. By torch's source for its flash kernel (2.13): no row is padded."""
+    return (SavedTensor("logsumexp", 4 * _rows(args)), SavedTensor("rng_state", 16), SavedTensor("unused", 8))
+
+
+def _ascend(args: Arguments) -> tuple[SavedTensor, ...]:
+    """Maximum and sum of each row, each eight times, as the documents of ``npu_fusion_attention`` give the shapes."""
+    return (SavedTensor("softmax_max", 32 * _rows(args)), SavedTensor("softmax_sum", 32 * _rows(args)))
+
+
+def _gaudi(args: Arguments) -> tuple[SavedTensor, ...]:
+    """An assumption: maximum and sum of each row, and a seed."""
+    return (
+        SavedTensor("softmax_max", 4 * _rows(args)),
+        SavedTensor("softmax_sum", 4 * _rows(args)),
+        SavedTensor("seed", 4),
+    )
+
+
+def _row_sums(args: Arguments) -> tuple[SavedTensor, ...]:
+    """A float32 a row."""
+    return (SavedTensor("logsumexp", 4 * _rows(args)),)
+
+
+def _row_scales(args: Arguments) -> tuple[SavedTensor, ...]:
+    """A float32 for each row, given input and normalised shape. For Gaudi an assumption."""
+    shape = args[0].shape
+    inner = len(args[1])
+    return (SavedTensor("rstd", 4 * prod(map(int, shape[: len(shape) - inner]))),)
+
+
+_CPU_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_SAVED: dict[tuple[Family, str], Callable[[Arguments], tuple[SavedTensor, ...]]] = {
+    ("cuda", _CPU_FLASH): _flash,
+    ("rocm", _CPU_FLASH): _flash,
+    ("npu", _CPU_FLASH): _ascend,
+    ("hpu", _CPU_FLASH): _gaudi,
+    ("other", _CPU_FLASH): _row_sums,
+    **{
+        (family, kind): _row_scales
+        for family in ("cuda", "rocm", "npu", "hpu", "other")
+        for kind in ("aten::rms_norm", "aten::_fused_rms_norm")
+    },
+}

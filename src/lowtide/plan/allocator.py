@@ -1,0 +1,122 @@
+"""A caching allocator with CUDA's rules, for memory that is only imagined.
+
+Requests are rounded up to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of
+20 MiB, and above that they get a segment of their own in steps of 2 MiB. The smallest free block that is large enough
+is taken, and of two alike the one that lies first. What is left of it stays free: of a small block if it is at least
+512 bytes, of a large one if it is more than 1 MiB; otherwise it counts as in use. Free neighbours become one block.
+Segments are never given back.
+
+Everything is on one stream. So memory is free again as soon as the program lets go of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TypeAlias
+
+__all__ = ["Allocator", "Block"]
+
+ROUND = 512
+SMALL_REQUEST = 1 << 20
+SMALL_SEGMENT = 2 << 20
+MIDDLE_REQUEST = 10 << 20
+MIDDLE_SEGMENT = 20 << 20
+LARGE_ROUND = 2 << 20
+
+
+class Block:
+    """A piece of a segment, in use or free."""
+
+    __slots__ = ("following", "free", "preceding", "size", "small", "start")
+
+    def __init__(self, start: int, size: int, small: bool) -> None:
+        self.start, self.size, self.small = start, size, small
+        self.free = False
+        self.preceding: Block | None = None
+        self.following: Block | None = None
+
+
+_Pool: TypeAlias = list[tuple[int, int, Block]]
+"""Free blocks by size and place."""
+
+
+class Allocator:
+    """The memory of one device.
+
+    >>> allocator = Allocator()
+    >>> block = allocator.allocate(1000)
+    >>> allocator.allocated, allocator.reserved
+    (1024, 2097152)
+    >>> allocator.release(block)
+    >>> allocator.allocated, allocator.peak
+    (0, 1024)
+    """
+
+    __slots__ = ("_end", "_large", "_small", "allocated", "peak", "reserved")
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        """Bytes in use, rounding and what could not be split off included."""
+        self.peak = 0
+        """The most that was in use."""
+        self.reserved = 0
+        """Bytes of all segments."""
+        self._end = 0
+        self._small: _Pool = []
+        self._large: _Pool = []
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least ``size`` bytes."""
+        size = max(ROUND, (size + ROUND - 1) // ROUND * ROUND)
+        small = size <= SMALL_REQUEST
+        pool = self._small if small else self._large
+        place = bisect_left(pool, (size,))
+        block = pool.pop(place)[2] if place < len(pool) else self._new_segment(size, small)
+        rest = block.size - size
+        if rest >= ROUND if small else rest > SMALL_REQUEST:
+            remaining = Block(block.start + size, rest, small)
+            following = block.following
+            remaining.preceding, remaining.following, remaining.free = block, following, True
+            if following is not None:
+                following.preceding = remaining
+            block.following, block.size = remaining, size
+            insort(pool, (rest, remaining.start, remaining))
+        block.free = False
+        self.allocated += block.size
+        if self.allocated > self.peak:
+            self.peak = self.allocated
+        return block
+
+    def release(self, block: Block) -> None:
+        """Nobody uses the block any more."""
+        self.allocated -= block.size
+        pool = self._small if block.small else self._large
+        preceding, following = block.preceding, block.following
+        if preceding is not None and preceding.free:
+            del pool[bisect_left(pool, (preceding.size, preceding.start))]
+            block.start = preceding.start
+            block.size += preceding.size
+            block.preceding = preceding.preceding
+            if block.preceding is not None:
+                block.preceding.following = block
+        if following is not None and following.free:
+            del pool[bisect_left(pool, (following.size, following.start))]
+            block.size += following.size
+            block.following = following.following
+            if block.following is not None:
+                block.following.preceding = block
+        block.free = True
+        insort(pool, (block.size, block.start, block))
+
+    def _new_segment(self, size: int, small: bool) -> Block:
+        if small:
+            segment = SMALL_SEGMENT
+        elif size < MIDDLE_REQUEST:
+            segment = MIDDLE_SEGMENT
+        else:
+            segment = (size + LARGE_ROUND - 1) // LARGE_ROUND * LARGE_ROUND
+        block = Block(self._end, segment, small)
+        # Segments do not touch: a block never grows beyond its own.
+        self._end += segment
+        self.reserved += segment
+        return block

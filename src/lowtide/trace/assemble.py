@@ -1,0 +1,281 @@
+"""Cut a recording into parts, and write them with numbers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import storage_bytes, storage_key
+from lowtide.operators.calls import tensors_of
+from lowtide.operators.families import aliases_of
+from lowtide.operators.kinds import LayerKind
+from lowtide.operators.survey import Survey
+from lowtide.trace.recorder import Place, Recorder
+from lowtide.trace.trace import Call, Event, Kernel, Pack, Part, Static, Trace, TracedOperator, Value
+
+__all__ = ["assemble"]
+
+
+def assemble(
+    found: Survey,
+    forward: Recorder,
+    backward: Recorder,
+    *,
+    seconds: Sequence[float] | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    name: str,
+    layout: Mapping[str, int],
+    batch: Mapping[str, int],
+) -> Trace:
+    """The Trace of a recording; ``forward`` and ``backward`` are one, or two runs that did the same."""
+    states = dict(optimizer.state) if optimizer is not None else {}
+    count = len(found.kind_of)
+    cut = _Cut(forward, backward, seconds, count)
+    parts: dict[Part, int] = {}
+    layers: list[int] = []
+    claimed: set[int] = set()
+    for index, (module, kind) in enumerate(zip(found.layers.modules, found.kind_of, strict=True)):
+        static = _static(module, states, claimed)
+        part = cut.part(index, found.kinds[kind].name, found.kinds[kind], static)
+        layers.append(parts.setdefault(part, len(parts)))
+    # What is outside the layers is held before them: only the head's own parameters stand behind.
+    behind = _static_behind(model, found, states, claimed)
+    before = cut.part(-1, "before", found.root, _static(model, states, claimed))
+    after = cut.part(count, "after", found.root, behind)
+    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+    return Trace(
+        model=name,
+        parts=tuple(parts),
+        layers=tuple(layers),
+        before=before,
+        after=after,
+        optimizer=cut.optimizer(),
+        layout=layout,
+        batch=batch,
+        device=device,
+        measured=seconds is not None,
+    )
+
+
+class _Cut:
+    """A recording, and where each storage begins and ends in it."""
+
+    def __init__(self, forward: Recorder, backward: Recorder, seconds: Sequence[float] | None, count: int) -> None:
+        self.recorded = backward
+        self.seconds, self.count = seconds, count
+        self.streams: dict[Place, list[Event]] = {
+            place: events for place, events in forward.streams.items() if place[0] == "forward"
+        }
+        released = {
+            number for events in self.streams.values() for what, number in events if what == "free"
+        }  # by the program, whatever autograd holds
+        self.streams |= {
+            place: [event for event in events if forward is backward or event[0] != "free" or event[1] not in released]
+            for place, events in backward.streams.items()
+            if place[0] != "forward"
+        }
+        self.ends: dict[int, Place] = {}
+        for place, events in self.streams.items():
+            for what, number in events:
+                if what == "free":
+                    self.ends[number] = place
+        saved_in: dict[int, set[int]] = {}
+        for number, place, _, _ in backward.saved:
+            saved_in.setdefault(number, set()).add(place[1])
+        self.saved_in = saved_in
+        self.handed: dict[Place, list[int]] = {}
+        """What each part hands to the next beside its output, in forward, and beside its gradient in backward."""
+        for number, storage in enumerate(backward.storages):
+            phase, part = storage.made
+            following = part + 1 if phase == "forward" else part - 1
+            passed = backward.passed.get(part, -1) if phase == "forward" else backward.passed_back.get(part - 1, -1)
+            if number != passed and self.ends.get(number) == (phase, following):
+                self.handed.setdefault((phase, part), []).append(number)
+
+    def part(self, index: int, name: str, kind: LayerKind, static: Static) -> Part:
+        """One part, with numbers of its own."""
+        record = self.recorded
+        numbers = _Numbers(self, index)
+        given = record.passed.get(index - 1, -1)
+        gradient = record.passed_back.get(index, -1)
+        if index >= 0 and given >= 0:
+            numbers.take(given)
+        taken, taken_back = self.handed.get(("forward", index - 1), []), self.handed.get(("backward", index + 1), [])
+        for number in taken:
+            numbers.take(number)
+        forward = numbers.events(self.streams.get(("forward", index), []))
+        if index < self.count and gradient >= 0:
+            numbers.take(gradient)
+        for number in taken_back:
+            numbers.take(number)
+        backward = numbers.events(self.streams.get(("backward", index), []))
+        packs = self._packs(numbers, kind if 0 <= index < self.count else None)
+        inside = 0 <= index < self.count
+        ran = {record.calls[number].operator for number in numbers.calls}
+        return Part(
+            name=name,
+            operators=tuple(
+                TracedOperator(
+                    one.name, one.owned, one.net, one.random, one.repeatable, one.consumers, aliases[one.name]
+                )
+                for aliases in [aliases_of(operator.name for operator in kind.operators)]
+                for one in kind.operators
+                if inside or one.name in ran
+            ),
+            values=tuple(self._value(number, index, packs) for number in numbers.values),
+            kernels=tuple(self._kernel(number, numbers) for number in numbers.kernels),
+            calls=self._calls(numbers, kind),
+            packs=tuple(packs),
+            forward=forward,
+            backward=backward,
+            input=numbers.values.get(given) if index >= 0 else None,
+            output=numbers.values.get(record.passed.get(index, -1)),
+            output_gradient=numbers.values.get(gradient) if index < self.count else None,
+            input_gradient=numbers.values.get(record.passed_back.get(index - 1, -1)) if index >= 0 else None,
+            taken=numbers.local(taken),
+            handed=numbers.local(self.handed.get(("forward", index), [])),
+            taken_back=numbers.local(taken_back),
+            handed_back=numbers.local(self.handed.get(("backward", index), [])),
+            static=static,
+        )
+
+    def optimizer(self) -> Part:
+        """The optimizer's step."""
+        numbers = _Numbers(self, 0, phase="optimizer")
+        events = numbers.events(self.streams.get(("optimizer", 0), []))
+        values = tuple(Value(self.recorded.storages[number].size) for number in numbers.values)
+        kernels = tuple(self._kernel(number, numbers) for number in numbers.kernels)
+        return Part(name="optimizer", values=values, kernels=kernels, forward=events)
+
+    def _value(self, number: int, index: int, packs: Sequence[Pack]) -> Value:
+        record, storage = self.recorded, self.recorded.storages[number]
+        given = storage.made[1] != index
+        end = self.ends.get(number)
+        handed = number in (record.passed.get(index, -1), record.passed_back.get(index - 1, -1))
+        takers = {index, index + 1} if number == record.passed.get(index, -1) else {index}
+        takers |= {index - 1} if number == record.passed_back.get(index - 1, -1) else set()
+        until = ""
+        if number in self.handed.get(storage.made, ()):
+            pass
+        elif not given and number not in record.gradients and (end is None or end[1] not in takers):
+            elsewhere = self.saved_in.get(number, set()) - takers
+            until = "backward" if elsewhere or end is None or end[0] != "forward" else "forward"
+        elif handed and end is None and number not in record.gradients:
+            until = "backward"
+        return Value(
+            storage.size,
+            "" if given else storage.operator,
+            "boundary" if number == record.passed.get(index - 1, -1) and given else "operator",
+            number in record.gradients,
+            until,  # type: ignore[arg-type]
+        )
+
+    def _kernel(self, number: int, numbers: _Numbers) -> Kernel:
+        one = self.recorded.kernels[number]
+        return Kernel(
+            one.kind,
+            one.operator,
+            one.dtype,
+            one.flops,
+            one.touched,
+            one.shape,
+            numbers.local(one.reads),
+            numbers.local(one.writes),
+            one.ranks,
+            one.message,
+            self.seconds[number] if self.seconds is not None else None,
+        )
+
+    def _calls(self, numbers: _Numbers, kind: LayerKind) -> tuple[Call, ...]:
+        reads: dict[str, tuple[str, ...]] = {}
+        for call in kind.calls:
+            reads[call.name] = tuple(dict.fromkeys((*reads.get(call.name, ()), *call.reads)))
+        found = (self.recorded.calls[number] for number in numbers.calls)
+        return tuple(Call(one.operator, numbers.local(one.inputs), reads.get(one.operator, ())) for one in found)
+
+    def _packs(self, numbers: _Numbers, kind: LayerKind | None) -> list[Pack]:
+        saved = [self.recorded.saved[number] for number in numbers.packs]
+        if kind is not None and len(kind.packs) == len(saved):
+            return [
+                Pack(
+                    numbers.values.get(number, -1), pack.operator, pack.owner, pack.source, position,
+                    pack.movable, pack.cast, pack.by_node,
+                )
+                for (number, *_), pack, position in zip(saved, kind.packs, kind.positions, strict=True)
+            ]  # fmt: skip
+        return [
+            Pack(numbers.values.get(number, -1), operator, "", "root" if number >= 0 else "static", 0, movable)
+            for number, _, operator, movable in saved
+        ]
+
+
+class _Numbers:
+    """The numbers of storages, kernels, calls and packs inside one part, in the order they appear."""
+
+    def __init__(self, cut: _Cut, index: int, phase: str = "") -> None:
+        self.cut, self.index, self.phase = cut, index, phase
+        self.values: dict[int, int] = {}
+        self.kernels: dict[int, int] = {}
+        self.calls: dict[int, int] = {}
+        self.packs: dict[int, int] = {}
+
+    def take(self, number: int) -> None:
+        """A storage that another part made."""
+        self.values.setdefault(number, len(self.values))
+
+    def events(self, events: Sequence[Event]) -> tuple[Event, ...]:
+        """The events that are about the part's own, by their new numbers."""
+        result: list[Event] = []
+        for what, number in events:
+            if what in ("make", "free"):
+                made = self.cut.recorded.storages[number].made
+                own = made[1] == self.index and (made[0] == "optimizer") == (self.phase == "optimizer")
+                if own:
+                    self.take(number)
+                if number in self.values:
+                    result.append((what, self.values[number]))
+                continue
+            place = {"run": self.kernels, "call": self.calls, "end": self.calls}.get(what, self.packs)
+            if what in ("use", "done") and number not in place:
+                continue  # saved in another part
+            result.append((what, place.setdefault(number, len(place))))
+        return tuple(result)
+
+    def local(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the part, by their new numbers."""
+        return tuple(self.values[number] for number in numbers if number in self.values)
+
+
+def _static(module: nn.Module, states: Mapping[Any, Any], claimed: set[int]) -> Static:
+    """What a module holds that nobody has claimed yet."""
+    parameters = [one for one in module.parameters() if _claim(one, claimed)]
+    buffers = [one for one in module.buffers() if _claim(one, claimed)]
+    trained = [one for one in parameters if one.requires_grad]
+    held = [tensor for one in parameters for tensor in tensors_of(dict(states.get(one, {})))]
+    return Static(
+        tuple(map(storage_bytes, parameters)),
+        tuple(map(storage_bytes, buffers)),
+        tuple(map(storage_bytes, trained)),
+        tuple(storage_bytes(tensor) for tensor in held if tensor.device == parameters[0].device or tensor.dim()),
+    )
+
+
+def _static_behind(model: nn.Module, found: Survey, states: Mapping[Any, Any], claimed: set[int]) -> Static:
+    """What the modules after the layers hold: those that stand behind them in the model."""
+    modules = list(model.modules())
+    last = found.layers.modules[-1]
+    place = max(modules.index(module) for module in last.modules())
+    behind = [module for module in modules[place + 1 :] if next(module.children(), None) is None]
+    parts = [_static(module, states, claimed) for module in behind]
+    return Static(*(sum((part[column] for part in parts), ()) for column in range(len(Static._fields))))
+
+
+def _claim(tensor: Tensor, claimed: set[int]) -> bool:
+    key = storage_key(tensor)
+    fresh = key not in claimed
+    claimed.add(key)
+    return fresh

@@ -1,0 +1,269 @@
+"""Run a model once and write its Trace: with fake tensors, where no memory is taken, or on a live device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import DisableTorchFunction, FakeTensorMode, inner_tensor, storage_key
+from lowtide.errors import TraceError
+from lowtide.operators.calls import CallTracker, tensors_of
+from lowtide.operators.layers import find_layers
+from lowtide.operators.survey import survey
+from lowtide.trace.assemble import assemble
+from lowtide.trace.recorder import Recorder
+from lowtide.trace.trace import Trace
+
+__all__ = ["capture"]
+
+
+def capture(
+    model: nn.Module,
+    run: Callable[[], Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    layers: str | None = None,
+    name: str = "",
+    layout: Mapping[str, int] | None = None,
+    batch: Mapping[str, int] | None = None,
+    rounds: int = 1,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Trace:
+    """The Trace of one micro batch of ``model``; ``run`` does its forward and returns the loss.
+
+    With fake parameters nothing is computed and no memory is taken. On a live device each kernel is timed, ``rounds``
+    times, and the median counts. Parameters stay as they are; gradients are gone afterwards. Where an ``optimizer`` is
+    given its step is traced too, which needs fake parameters: real ones would change.
+
+    ``trace = capture(model, lambda: model(tokens, labels=tokens).loss)``
+    """
+    fake = isinstance(_mode_of(model), FakeTensorMode)
+    if optimizer is not None and not fake:
+        raise TraceError("the optimizer's step would change the parameters: trace it with fake tensors")
+    progress("learning the operators")
+    with _random_restored(), _mode_of(model):
+        found = survey(model, run, layers=layers)
+        runs = _Runs(model, run, optimizer, layers)
+        progress("recording a step")
+        if fake:
+            runs.whole(keep=False, imagine=True)  # the first makes what later ones find: states, buffers
+            forward = backward = runs.whole(keep=False, imagine=True)
+            timed: list[Recorder] = []
+        else:
+            runs.whole(keep=True)
+            forward = runs.forward()
+            backward = runs.whole(keep=True)
+            timed = [runs.whole(keep=True, timed=True) for _ in range(rounds)]
+    _check_equal(forward, backward, *timed)
+    progress("writing the trace")
+    return assemble(
+        found,
+        forward,
+        backward,
+        seconds=_seconds(timed, len(backward.kernels)),
+        model=model,
+        optimizer=optimizer,
+        name=name or type(model).__name__,
+        layout=dict(layout or {}),
+        batch=dict(batch or {}),
+    )
+
+
+class _Runs:
+    """Runs of a micro batch, recorded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        layers: str | None,
+    ) -> None:
+        self.model, self.run, self.optimizer = model, run, optimizer
+        self.layers: Sequence[nn.Module] = find_layers(model, layers).modules
+
+    def forward(self) -> Recorder:
+        """A forward of which nothing is held."""
+        with self._recorded(Recorder(len(self.layers), keep=False, imagine=False)) as recorder:
+            self.run()
+        return recorder
+
+    def whole(self, *, keep: bool, imagine: bool = False, timed: bool = False) -> Recorder:
+        """A forward and a backward, and the optimizer's step."""
+        recorder = Recorder(len(self.layers), keep=keep, imagine=imagine, timed=timed)
+        with self._recorded(recorder):
+            loss = self.run()
+            recorder.follow(loss)
+            recorder.move("backward", len(self.layers))
+            loss.backward()
+            recorder.gradients = {
+                recorder.number(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None
+            }
+            if self.optimizer is not None:
+                recorder.move("optimizer", 0)
+                self.optimizer.step()
+            recorder.move("optimizer", 1)
+            del loss
+        recorder.add_in_place()
+        return recorder
+
+    @contextmanager
+    def _recorded(self, recorder: Recorder) -> Iterator[Recorder]:
+        self._forget_gradients()
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        known = [*self.model.parameters(), *self.model.buffers(), *tensors_of([dict(state) for state in states])]
+        recorder.static = {storage_key(tensor) for tensor in known}
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()  # what ends when a cycle is found would end at another place in every run
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._places(recorder))
+                stack.enter_context(recorder.listening())
+                yield recorder
+        finally:
+            if collecting:
+                gc.enable()
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def _places(self, recorder: Recorder) -> Iterator[None]:
+        """Tell the recorder which layer runs, and which operator."""
+        root = CallTracker(self.model, _Operators(recorder))
+        trackers = [CallTracker(layer, _Operators(recorder)) for layer in self.layers]
+        for layer in self.layers:
+            for module in layer.modules():
+                root.paths.pop(module, None)  # the layer's own tracker follows it
+        for tracker in [*trackers, root]:
+            tracker.attach()
+        hooks: list[Any] = []
+        for index, layer in enumerate(self.layers):
+            hooks.append(layer.register_forward_pre_hook(_Begin(recorder, root, index), prepend=True, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(_End(recorder, root, index)))
+        try:
+            yield
+        finally:
+            for tracker in [*trackers, root]:
+                tracker.detach()
+            for hook in hooks:
+                hook.remove()
+
+
+class _Operators:
+    """Tells the recorder which operator runs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass
+
+    def call_begins(self, name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.recorder.call_begins(name, (args, kwargs))
+
+    def call_ends(self, output: Any) -> None:
+        self.recorder.call_ends()
+
+    def layer_ends(self, *, completed: bool) -> None:
+        pass
+
+
+class _Begin:
+    """A layer is about to run."""
+
+    def __init__(self, recorder: Recorder, root: CallTracker, index: int) -> None:
+        self.recorder, self.root, self.index = recorder, root, index
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder, index = self.recorder, self.index
+        if self.root.stack and self.root.running is None:
+            self.root.running = layer  # so that functions called in the layer are not the root's
+        given = tensors_of((args, kwargs))
+        with DisableTorchFunction():  # the root's tracker listens
+            if given:
+                recorder.passed[index - 1] = recorder.number(given[0])
+                if index == 0 and given[0].requires_grad:
+                    given[0].register_hook(_Gradient(recorder, -1))
+        recorder.move("forward", index)
+
+
+class _End:
+    """A layer has run: what comes between it and the next belongs to the next."""
+
+    def __init__(self, recorder: Recorder, root: CallTracker, index: int) -> None:
+        self.recorder, self.root, self.index = recorder, root, index
+
+    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self.root.running is layer:
+            self.root.running = None
+        with DisableTorchFunction():
+            made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+            if made:
+                self.recorder.passed[self.index] = self.recorder.number(made[0])
+                made[0].register_hook(_Gradient(self.recorder, self.index))
+        self.recorder.leave("forward", self.index + 1)
+
+
+class _Gradient:
+    """Backward comes to a part with the gradient of its output."""
+
+    def __init__(self, recorder: Recorder, part: int) -> None:
+        self.recorder, self.part = recorder, part
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.recorder.passed_back[self.part] = self.recorder.number(gradient)
+        self.recorder.move("backward", self.part)
+
+
+def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """The mode that the parameters were made in, for what is made beside them."""
+    parameter = next(model.parameters(), None)
+    mode: AbstractContextManager[Any] | None = getattr(parameter, "fake_mode", None)
+    if mode is None and parameter is not None:
+        mode = getattr(inner_tensor(parameter), "fake_mode", None)
+    return mode or nullcontext()
+
+
+def _check_equal(first: Recorder, *others: Recorder) -> None:
+    kinds = [kernel.kind for kernel in first.kernels]
+    for other in others:
+        if [kernel.kind for kernel in other.kernels[: len(kinds)]] != kinds:
+            raise TraceError(
+                "the model did something else in the second run than in the first: its way depends on values or on"
+                " chance, and one run cannot stand for all; give it fixed inputs, or call eval() on what changes"
+            )
+
+
+def _seconds(timed: Sequence[Recorder], count: int) -> list[float] | None:
+    """The median of what each kernel took."""
+    if not timed:
+        return None
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    rows = [[_elapsed(*(kernel.time or (0.0, 0.0))) for kernel in recorder.kernels] for recorder in timed]
+    return [median(column) for column in zip(*rows, strict=True)][:count]
+
+
+def _elapsed(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1000
+
+
+@contextmanager
+def _random_restored() -> Iterator[None]:
+    """The generators, put back where they were: looking at a model must not change its training."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = list(range(torch.accelerator.device_count())) if accelerator is not None else []
+    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator is not None else "cuda"):
+        yield

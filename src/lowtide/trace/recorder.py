@@ -1,0 +1,458 @@
+"""Write down what runs: every kernel, every storage's beginning and end, every tensor saved for backward.
+
+[Note: recording]
+A TorchDispatchMode sees the kernels, in forward and, since it is active on autograd's threads too, in backward. A
+storage is known from the first kernel that returns it; a weak reference to the storage object says when it ends, at
+the very moment, whoever held it last. What autograd saves goes through hooks.
+
+In forward the recorder wants to see how long the program itself holds a storage, as if nothing were saved. So with fake
+tensors a hook keeps only a tensor's shape, and makes another fake tensor when backward asks for it: one run shows both.
+Real tensors are needed in backward. There, one run saves nothing and shows the forward, and a second one shows the
+backward; both do the same, and the recorder checks that they do.
+
+Where two gradients meet, autograd adds one into the other if nobody else holds it, but not under a mode: then it makes
+a new tensor. The recorder sees that it happens outside of every node, and writes down what would happen without it.
+
+Sharded parameters are freed by resizing their storage, which is no kernel: the method is replaced while we listen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide._torch_private import (
+    Subclass,
+    TorchDispatchMode,
+    backward_node_number,
+    group_named,
+    inner_tensor,
+    node_number,
+    storage_key,
+    taken_apart,
+    written_arguments,
+)
+from lowtide.cost.kernels import kernel_flops
+from lowtide.cost.shape import shape_text
+from lowtide.operators.calls import tensors_of
+from lowtide.operators.kept import kept_apart
+from lowtide.trace.trace import Event, What
+
+__all__ = ["Place", "RecordedKernel", "Recorder", "Storage"]
+
+Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
+Place: TypeAlias = tuple[Phase, int]
+"""Where something happens: the phase, and the part: -1 is before the layers, their number after them."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """A storage that was made while we listened."""
+
+    size: int
+    made: Place
+    freed: Place | None = None
+    operator: str = ""
+    """The operator that ran when it was made."""
+
+
+class RecordedKernel(NamedTuple):
+    """A kernel, its storages by their number in the whole recording."""
+
+    kind: str
+    operator: str
+    dtype: str
+    flops: int
+    touched: int
+    shape: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    ranks: int
+    message: int
+    time: tuple[Any, Any] | None
+    """When it began and ended, where that was asked for."""
+
+
+@dataclass(slots=True)
+class _Call:
+    operator: str
+    inputs: tuple[int, ...]
+    nodes: range = field(default_factory=lambda: range(0))
+    """The numbers of the autograd nodes that it made."""
+
+
+class Recorder(TorchDispatchMode):
+    """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
+
+    def __init__(self, parts: int, *, keep: bool, imagine: bool, timed: bool = False) -> None:
+        super().__init__()
+        self.keep = keep
+        """Whether what is saved for backward is held."""
+        self.imagine = imagine
+        """Whether what is not held is made up when backward asks for it."""
+        self.timed = timed
+        self.streams: dict[Place, list[Event]] = {}
+        self.storages: list[Storage] = []
+        self.kernels: list[RecordedKernel] = []
+        self.calls: list[_Call] = []
+        self.saved: list[tuple[int, Place, str, bool]] = []
+        """For each tensor that was saved: its storage, where, by which operator, and whether it can be moved."""
+        self.known: dict[int, int] = {}
+        self.references: dict[int, Any] = {}
+        self.static: set[int] = set()
+        """The keys of storages that were there before: parameters, buffers, optimizer states."""
+        self.managed: set[int] = set()
+        """The keys of storages that somebody frees by hand, whoever holds them: gathered parameters."""
+        self.gradients: set[int] = set()
+        """The storages that became gradients of parameters."""
+        self.passed: dict[int, int] = {}
+        """For each part the storage that it passes to the next in forward; -1 is what comes before the layers."""
+        self.passed_back: dict[int, int] = {}
+        """For each part the storage of the gradient that it is given in backward."""
+        self.open: _Call | None = None
+        self.last = parts
+        self.quiet = False
+        self.meeting = False
+        """Whether backward runs between two nodes, where gradients meet."""
+        self.sums: dict[int, tuple[int, int, int]] = {}
+        """For each kernel that adds two gradients: both storages, and that of the sum."""
+        self.events: list[Event] = []
+        self.place: Place = ("forward", -1)
+        self.next: Place | None = None
+        self.move("forward", -1)
+
+    # Where we are.
+
+    def move(self, phase: Phase, part: int) -> None:
+        """What follows happens there."""
+        self.place = (phase, part)
+        self.events = self.streams.setdefault(self.place, [])
+        self.next = None
+
+    def leave(self, phase: Phase, part: int) -> None:
+        """As :meth:`move`, but what is only freed until something happens again still happened here."""
+        self.next = (phase, part)
+
+    def note(self, what: What, number: int) -> None:
+        """Something happens here and now."""
+        if self.next is not None and what not in ("free", "done"):
+            self.move(*self.next)
+        self.events.append((what, number))
+
+    @contextmanager
+    def listening(self) -> Iterator[Recorder]:
+        """Listen to all that runs inside."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            self._resized(storage, size)
+            return plain(storage, size)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack), self:
+                yield self
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            self.references.clear()
+
+    # Which operator runs.
+
+    def call_begins(self, operator: str, given: Any) -> None:
+        """A call of an operator begins."""
+        inputs = dict.fromkeys(self.number(tensor) for tensor in tensors_of(given))
+        self.open = _Call(operator, tuple(one for one in inputs if one >= 0), range(node_number(), node_number()))
+        self.note("call", len(self.calls))
+        self.calls.append(self.open)
+
+    def call_ends(self) -> None:
+        """The call that is open has ended."""
+        assert self.open is not None
+        self.open.nodes = range(self.open.nodes.start, node_number())
+        self.note("end", len(self.calls) - 1)
+        self.open = None
+
+    @property
+    def operator(self) -> str:
+        """The operator that runs, or whose gradient is being computed."""
+        if self.open is not None:
+            return self.open.operator
+        if self.place[0] != "backward":
+            return ""
+        number = backward_node_number()
+        return next((call.operator for call in reversed(self.calls) if number in call.nodes), "")
+
+    # Storages.
+
+    def number(self, tensor: Tensor) -> int:
+        """The storage's number; -1 for one that was there before, and for a parameter's."""
+        return self.known.get(storage_key(tensor), -1)
+
+    def learn(self, tensor: Tensor) -> int:
+        """A storage is seen: if for the first time, it was made now."""
+        plain = inner_tensor(tensor)
+        storage = plain.untyped_storage()
+        key = storage._cdata
+        if key in self.known or key in self.static:
+            return self.known.get(key, -1)
+        if self.next is not None:
+            self.move(*self.next)
+        number = self._begun(storage, storage.nbytes())
+        self.note("make", number)
+        return number
+
+    def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
+        key, number = storage._cdata, len(self.storages)
+        self.storages.append(Storage(size, self.place, operator=self.operator))
+        self.known[key] = number
+        self.references[key] = weakref.ref(storage, lambda _: self._ended(key, number))
+        return number
+
+    def _ended(self, key: int, number: int) -> None:
+        if self.known.get(key) == number:
+            del self.known[key]
+            if self.references.pop(key, None) is not None and self.storages[number].freed is None:
+                self.storages[number].freed = self.place
+                self.note("free", number)
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        number = self.known.get(key, -1)
+        if self.quiet or key in self.static:
+            return
+        if size and not storage.nbytes():
+            if self.next is not None:
+                self.move(*self.next)
+            self.note("make", self._begun(storage, size))  # another one, as far as memory goes
+            self.managed.add(key)
+        elif not size and storage.nbytes() and number >= 0:
+            self._ended(key, number)
+
+    # Kernels.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.quiet:
+            return func(*args, **kwargs)
+        if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
+            return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
+        begin = self._now(args, kwargs) if self.timed else None
+        result = func(*args, **kwargs)
+        end = self._now(args, kwargs) if self.timed else None
+        if func.is_view:
+            return result
+        given, made = tensors_of((args, kwargs)), tensors_of(result)
+        changed = tensors_of(written_arguments(func, args, kwargs))
+        before = {storage_key(tensor) for tensor in given}
+        reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
+        for tensor in made:
+            self.learn(tensor)
+        ranks, message = _communication(func, args, kwargs, [*given, *made])
+        if ranks:
+            changed = changed or made  # a collective's schema does not say what it fills
+        fresh = [tensor for tensor in made if storage_key(tensor) not in before]
+        if func._schema.name in _FREE or not (fresh or changed):
+            return result
+        writes = tuple(dict.fromkeys(self.number(tensor) for tensor in [*fresh, *changed]))
+        kernel = RecordedKernel(
+            func._schema.name,
+            self.operator,
+            _dtype(given or made),
+            kernel_flops(func._schema.name, args, kwargs, result),
+            sum(map(_bytes, given)) + sum(map(_bytes, fresh)),
+            "" if ranks else shape_text(args, kwargs),
+            reads,
+            tuple(number for number in writes if number >= 0),
+            ranks,
+            message,
+            (begin, end) if self.timed else None,
+        )
+        if self.meeting and kernel.kind == "aten::add" and len(given) == 2:
+            self.sums[len(self.kernels)] = (self.number(given[0]), self.number(given[1]), self.number(made[0]))
+        self.note("run", len(self.kernels))
+        self.kernels.append(kernel)
+        return result
+
+    # Between nodes.
+
+    def follow(self, loss: Tensor) -> None:
+        """Notice when backward is inside a node and when it is between two."""
+        waiting, seen = [loss.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            node.register_prehook(self._enter_node)
+            node.register_hook(self._leave_node)
+            waiting += [following for following, _ in node.next_functions]
+
+    def _enter_node(self, _: Any) -> None:
+        self.meeting = False
+
+    def _leave_node(self, *_: Any) -> None:
+        self.meeting = True
+
+    def add_in_place(self) -> None:
+        """Write sums of gradients as autograd makes them where no mode is: into one of the two."""
+        same: dict[int, int] = {}
+
+        def now(number: int) -> int:
+            while number in same:
+                number = same[number]
+            return number
+
+        for place, events in self.streams.items():
+            if place[0] != "backward":
+                continue
+            kept: list[Event] = []
+            skip: set[tuple[int, int]] = set()
+            for at, (what, number) in enumerate(events):
+                if (at, number) in skip:
+                    continue
+                if what == "run" and number in self.sums:
+                    one, other, total = self.sums[number]
+                    freed = {}
+                    for after in range(at + 1, len(events)):
+                        if events[after][0] != "free":
+                            break
+                        freed[now(events[after][1])] = (after, events[after][1])
+                    into = next((now(side) for side in (one, other) if side >= 0 and now(side) in freed), None)
+                    if into is not None and self._is_plain(into, total):
+                        skip.add(freed[into])
+                        kept.remove(("make", total))
+                        same[total] = into
+                        kernel = self.kernels[number]
+                        self.kernels[number] = kernel._replace(kind="aten::add_", writes=(into,))
+                kept.append((what, now(number) if what in ("make", "free") else number))
+            self.streams[place] = kept
+        self.kernels = [
+            kernel._replace(reads=tuple(map(now, kernel.reads)), writes=tuple(map(now, kernel.writes)))
+            for kernel in self.kernels
+        ]
+        self.gradients = set(map(now, self.gradients))
+        self.passed_back = {part: now(number) for part, number in self.passed_back.items()}
+
+    def _is_plain(self, into: int, total: int) -> bool:
+        """Whether a gradient can be added to: it was made in backward, and is as large as the sum."""
+        storage = self.storages[into]
+        return storage.made[0] == "backward" and storage.size == self.storages[total].size
+
+    def _now(self, args: Any, kwargs: Any) -> Any:
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+        if device.type in ("cpu", "meta"):
+            return perf_counter()
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    # What autograd saves.
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Autograd saves a tensor."""
+        number = len(self.saved)
+        movable = tensor.is_floating_point() or tensor.is_complex()
+        parameter = isinstance(tensor, nn.Parameter) or storage_key(tensor) in self.static | self.managed
+        self.saved.append(
+            (-1 if parameter else self.number(tensor), self.place, self.open.operator if self.open else "", movable)
+        )
+        self.note("save", number)
+        self.quiet = True
+        try:
+            if parameter:
+                return _Saved(self, number, kept_apart(tensor).tensor if type(tensor) is Tensor else lambda: tensor)
+            if self.keep:
+                return _Saved(self, number, kept_apart(tensor).tensor)
+            return _Saved(self, number, _imagined(tensor) if self.imagine else None)
+        finally:
+            self.quiet = False
+
+    def unpack(self, saved: _Saved) -> Tensor:
+        """Autograd asks for it."""
+        self.note("use", saved.number)
+        if saved.tensor is None:
+            raise RuntimeError("this run saves nothing for backward")
+        self.quiet = True
+        try:
+            tensor = saved.tensor()
+        finally:
+            self.quiet = False
+        number = self.saved[saved.number][0]
+        key = storage_key(tensor)
+        if number >= 0 and key not in self.known and key not in self.static:
+            # A made-up storage stands for the one that was saved, as long as it lives.
+            self.known[key] = number
+            storage = inner_tensor(tensor).untyped_storage()
+            self.references[key] = weakref.ref(storage, lambda _: self.known.pop(key, None))
+        return tensor
+
+
+class _Saved:
+    """What autograd holds in place of a saved tensor. When it ends, autograd has let go."""
+
+    __slots__ = ("number", "recorder", "tensor")
+
+    def __init__(self, recorder: Recorder, number: int, tensor: Callable[[], Tensor] | None) -> None:
+        self.recorder, self.number, self.tensor = recorder, number, tensor
+
+    def __del__(self) -> None:
+        self.recorder.note("done", self.number)
+
+
+def _imagined(tensor: Tensor) -> Callable[[], Tensor]:
+    """Makes another fake tensor of the same form."""
+    whole: Subclass | None = taken_apart(tensor)
+    if whole is not None:
+        parts = {name: _imagined(part) for name, part in whole.tensors.items()}
+        frame = whole._replace(tensors={})
+        return lambda: frame.rebuilt({name: part() for name, part in parts.items()})
+    size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+_WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
+_FREE = {
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+    "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",
+}  # fmt: skip
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The bytes that are really there: a dimension of stride 0 is read once."""
+    if tensor.device.type == "cpu" and tensor.dim() == 0:
+        return 0
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count * tensor.dtype.itemsize
+
+
+def _dtype(tensors: list[Tensor]) -> str:
+    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    chosen = floating[0] if floating else (tensors[0].dtype if tensors else torch.float32)
+    return str(chosen).removeprefix("torch.")
+
+
+def _communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[int, int]:
+    """The ranks of a collective and the bytes of its full buffer; zeros for anything else."""
+    if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
+        return 0, 0
+    ranks = 0
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError, TypeError):  # the reduction is one too
+                ranks = torch.distributed.ProcessGroup.unbox(value).size()
+        elif isinstance(value, str) and value not in _REDUCTIONS:
+            ranks = group_named(value).size()
+    return ranks or 1, max((_bytes(tensor) for tensor in tensors), default=0)
+
+
+_REDUCTIONS = {"sum", "avg", "max", "min", "product"}
