@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,6 +49,7 @@ __all__ = [
     "function_modes",
     "group_named",
     "held_indices",
+    "imagined_process_group",
     "inner_tensor",
     "is_any_autocast_enabled",
     "is_collective",
@@ -303,6 +304,18 @@ def _device_kinds() -> tuple[str, ...]:
 def group_named(name: str) -> Any:
     """The process group that a functional collective names."""
     return importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group(name)
+
+
+@contextmanager
+def imagined_process_group(world: int) -> Iterator[None]:
+    """A process group of ``world`` ranks of which only this one is there, and in which nothing is sent."""
+    dist = torch.distributed
+    store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:

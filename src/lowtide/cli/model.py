@@ -40,7 +40,7 @@ def survey_model(source: str, batch: int, sequence: int, autocast: Precision, la
 
     from lowtide._torch_private import FakeTensorMode
     from lowtide.errors import LowtideError, ModelError
-    from lowtide.operators.load import load_model
+    from lowtide.operators.load import load_model, one_sequence_each
     from lowtide.operators.survey import survey
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
@@ -49,7 +49,7 @@ def survey_model(source: str, batch: int, sequence: int, autocast: Precision, la
         with FakeTensorMode(allow_non_fake_inputs=True):
             loaded = load_model(source, batch=batch, sequence=sequence)
             try:
-                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                with one_sequence_each(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                     return survey(loaded.model, lambda: loaded.model(*loaded.args, **loaded.kwargs), layers=layers)
             except LowtideError:
                 raise

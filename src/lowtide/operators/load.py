@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from lowtide.errors import ModelError
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "load_model", "one_sequence_each"]
 
 
 class LoadedModel(NamedTuple):
@@ -69,6 +71,25 @@ def _from_configuration(source: str, batch: int, sequence: int) -> LoadedModel:
     model = AutoModelForCausalLM.from_config(config).train()
     tokens = torch.zeros(batch, sequence, dtype=torch.long)
     return LoadedModel(model, (tokens,), {"labels": tokens})
+
+
+@contextmanager
+def one_sequence_each() -> Iterator[None]:
+    """Tell transformers, while a model of it runs with fake tensors, that no row packs several sequences.
+
+    It finds that out from the positions' values, which fake tensors do not have, and would build a mask of
+    sequence x sequence numbers where real runs have none.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    plain = getattr(masks, "find_packed_sequence_indices", None)
+    if plain is None:
+        yield
+        return
+    setattr(masks, "find_packed_sequence_indices", lambda *_, **__: None)  # noqa: B010  # mypy knows no such name
+    try:
+        yield
+    finally:
+        setattr(masks, "find_packed_sequence_indices", plain)  # noqa: B010
 
 
 def _inputs(model: nn.Module, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

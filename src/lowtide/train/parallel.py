@@ -22,7 +22,7 @@ from lowtide.models.decoder import Decoder
 from lowtide.models.latent import LatentAttention
 from lowtide.models.moe import Experts, MixtureOfExperts, distribute_experts
 from lowtide.train.mesh import Meshes
-from lowtide.train.run import Run
+from lowtide.train.run import Division
 
 __all__ = ["divide_experts", "divide_matrices", "share_data"]
 
@@ -43,7 +43,7 @@ _ROWS = ("attention.wo", "attention.linear_proj", "feed_forward.w2", "feed_forwa
 _NORMS = ("attention_norm", "ffn_norm")
 
 
-def divide_matrices(model: Decoder, run: Run, meshes: Meshes) -> None:
+def divide_matrices(model: Decoder, run: Division, meshes: Meshes) -> None:
     """Tensor parallel, with sequence parallel between the matrices if the run asks for it."""
     if run.degrees.tensor == 1:
         return
@@ -95,7 +95,7 @@ def divide_experts(model: Decoder, meshes: Meshes) -> None:
         distribute_experts(model, meshes.expert)
 
 
-def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Run, meshes: Meshes) -> None:
+def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Division, meshes: Meshes) -> None:
     """Share parameters over data-parallel ranks (FSDP2), layer by layer, if the run asks for it."""
     if run.degrees.shard == 1:
         return
@@ -119,7 +119,7 @@ def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Run, meshes: 
     fully_shard(model, **settings)
 
 
-def _share_experts(experts: Experts, run: Run, settings: dict[str, Any]) -> None:
+def _share_experts(experts: Experts, run: Division, settings: dict[str, Any]) -> None:
     """Experts that are divided over ranks are shared among those that have the same ones only."""
     ranks, held = run.degrees.shard // run.degrees.expert, experts.w1.weight.shape[0] // run.degrees.expert
     by_expert = held % ranks == 0  # otherwise each expert's matrices are divided

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lowtide.config.check import Check
 from lowtide.errors import ConfigError
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lowtide.config.placement import Placement
     from lowtide.config.schema import Settings
 
-__all__ = ["Degrees", "Precision", "Run", "Update", "read_run"]
+__all__ = ["Degrees", "Division", "Precision", "Run", "Update", "read_run"]
 
 DataType = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble_v"]
@@ -60,6 +60,22 @@ class Precision:
     """The type of parameters and optimizer states."""
     compute: DataType
     """The type of matrix products."""
+
+
+class Division(Protocol):
+    """What of a run says how its model is divided."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """How the work is divided."""
+
+    @property
+    def precision(self) -> Precision:
+        """The types of numbers."""
+
+    @property
+    def reshard(self) -> bool:
+        """Whether gathered parameters are let go after forward and gathered again in backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,134 @@
+"""The Trace of one rank of a run that nobody has started: any number of ranks, no device, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from lowtide._torch_private import FakeTensorMode, imagined_process_group
+from lowtide.errors import TraceError
+from lowtide.models.build import build_model
+from lowtide.models.decoder import Decoder
+from lowtide.models.shape import DecoderShape
+from lowtide.trace.capture import capture
+from lowtide.trace.trace import Trace
+from lowtide.train.mesh import make_meshes
+from lowtide.train.parallel import divide_experts, divide_matrices, share_data
+from lowtide.train.run import Degrees, Precision
+
+__all__ = ["TracedRank", "trace_rank"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedRank:
+    """One rank of a run, as far as its Trace depends on it. Pipeline stages are the planner's: see ``Pipeline``."""
+
+    shape: DecoderShape
+    """The model."""
+    degrees: Degrees = field(default_factory=Degrees)
+    """How the work is divided."""
+    precision: Precision = field(default_factory=lambda: Precision(parameters="float32", compute="bfloat16"))
+    """The types of numbers."""
+    samples: int = 1
+    """Samples of a micro batch."""
+    sequence: int = 4096
+    """Tokens of a sample."""
+    reshard: bool = True
+    """Whether gathered parameters are let go after forward and gathered again in backward."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The loss of logits and labels; None for the runner's own."""
+
+
+def trace_rank(
+    rank: TracedRank, *, name: str = "", optimizer: bool = True, progress: Callable[[str], None] = lambda _: None
+) -> Trace:
+    """The Trace of the first rank; of the layers that do the same, the first three and the last are run.
+
+    ``trace = trace_rank(TracedRank(shape=find_shape("llama3-8b"), degrees=Degrees(shard=8)))``
+    """
+    if dist.is_initialized():
+        raise TraceError("a run's ranks are imagined in a process group of their own: there is one already; leave it")
+    degrees = replace(rank.degrees, pipeline=1)
+    chosen, stands_for = _sample(rank.shape)
+    with imagined_process_group(degrees.world):
+        try:
+            meshes = make_meshes(degrees, torch.device("cpu"))
+            with torch.device("meta"):
+                model = build_model(replace(rank.shape, prediction_layers=0), layers=chosen)
+            model.to(getattr(torch, rank.precision.parameters))
+            division = replace(rank, degrees=degrees)
+            divide_matrices(model, division, meshes)
+            divide_experts(model, meshes)
+            share_data(model, model.layers.values(), division, meshes)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                trace = _captured(model, rank, name, optimizer, progress)
+        finally:
+            make_meshes.cache_clear()
+    traced = dict(zip(chosen, trace.layers, strict=True))
+    return replace(trace, layers=tuple(traced[layer] for layer in stands_for))
+
+
+def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, progress: Callable[[str], None]) -> Trace:
+    model.to_empty(device="cpu")
+    model.tie()
+    tokens = torch.zeros(rank.samples, rank.sequence, dtype=torch.long)
+    loss = rank.loss or _mean_loss
+
+    def run() -> Tensor:
+        with _autocast(rank):
+            return loss(model(tokens), tokens)
+
+    degrees = rank.degrees
+    return capture(
+        model,
+        run,
+        optimizer=torch.optim.AdamW(model.parameters(), fused=True) if optimizer else None,
+        name=name or "decoder",
+        layout={
+            "replicate": degrees.replicate,
+            "shard": degrees.shard,
+            "tensor": degrees.tensor,
+            "expert": degrees.expert,
+        },
+        batch={"samples": rank.samples, "tokens": rank.samples * rank.sequence},
+        progress=progress,
+    )
+
+
+def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
+    """The layers that are traced, and for each layer of the model the one that stands for it.
+
+    The first layers and the last may do something else than those between, such as gathering parameters ahead.
+    """
+    runs: list[list[int]] = []
+    for layer in range(shape.num_layers):
+        if runs and shape.is_dense(runs[-1][0]) == shape.is_dense(layer):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    chosen: list[int] = []
+    stands_for: list[int] = []
+    for run in runs:
+        ends = [*run[:3], *run[3:][-1:]]
+        chosen += ends
+        stands_for += [layer if layer in ends else run[2] for layer in run]
+    return chosen, stands_for
+
+
+def _autocast(rank: TracedRank) -> AbstractContextManager[None]:
+    """As the runner has it: FSDP has a mixed precision of its own."""
+    if rank.precision.compute == rank.precision.parameters or rank.degrees.shard > 1:
+        return nullcontext()
+    return torch.autocast("cpu", getattr(torch, rank.precision.compute))
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    flat = labels.flatten()
+    total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, reduction="sum")
+    return total / (flat != -100).sum().clamp(min=1)
