@@ -13,6 +13,7 @@
     │   ├── PatternError        a pattern is not written as the pattern language asks
     │   └── UnmatchedError      a pattern matches nothing in the model
     ├── RebuildError            what an operator produced cannot be rebuilt exactly
+    ├── ReportError             a report cannot be made: a file is not what it should be, or plotly is missing
     ├── RunDirectoryError       a run directory belongs to another run
     ├── SwapError               a swapped tensor did not come back as it left
     ├── TraceError              a Trace cannot be made or read
@@ -35,6 +36,7 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "RebuildError",
+    "ReportError",
     "RunDirectoryError",
     "SwapError",
     "TraceError",
@@ -86,6 +88,10 @@ class UnmatchedError(PolicyError):
 
 class RebuildError(LowtideError):
     """What a recomputed operator produced cannot be rebuilt exactly."""
+
+
+class ReportError(LowtideError):
+    """A report cannot be made: a file is not what it should be, or a package is missing."""
 
 
 class RunDirectoryError(LowtideError):

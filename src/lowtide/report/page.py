@@ -1,0 +1,261 @@
+"""One offline HTML file from a plan, from a run, or from both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html import escape
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+
+from lowtide.errors import ReportError
+from lowtide.plan.plan import Plan
+from lowtide.report.charts import (
+    Figure,
+    curve_figure,
+    grid_figure,
+    lanes_figure,
+    memory_figure,
+    stage_memory_figure,
+    stage_time_figure,
+)
+from lowtide.report.run import Run
+from lowtide.report.tables import (
+    decision_bar,
+    decision_legend,
+    key_figures,
+    lanes_legend,
+    listed,
+    options_table,
+    receipt_table,
+    run_figures,
+    shares_table,
+    yaml_difference,
+)
+from lowtide.report.thin import MOST_BLOCKS, SLICES, late_copies
+from lowtide.report.words import fullest, headline, layout, peak_sentence
+from lowtide.units import format_bytes, format_seconds
+
+__all__ = ["make_page", "write_page"]
+
+
+def write_page(file: str | Path, plan: Plan | None = None, run: Run | None = None, given: str | None = None) -> None:
+    """Write the page of a plan, a run, or both into a file; ``given`` is the text of the YAML file that was planned."""
+    Path(file).write_text(make_page(plan, run, given), encoding="utf-8")
+
+
+def make_page(plan: Plan | None = None, run: Run | None = None, given: str | None = None) -> str:
+    """The page as HTML text. It asks no other host for anything."""
+    if plan is None and run is None:
+        raise ReportError("a report needs a plan or a run; there is neither")
+    figures = _figures(plan, run)
+    title = headline(plan) if plan is not None else _run_headline(run)
+    body = "".join(_sections(plan, run, given, figures))
+    home = files("lowtide.report")
+    data = json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it can end the element
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{(home / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n"
+        f"<body>\n{body}"
+        f'<script type="application/json" id="figures">{data}</script>\n'
+        f"<script>{_plotly()}</script>\n<script>\n{(home / 'page.js').read_text(encoding='utf-8')}</script>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _plotly() -> str:
+    try:
+        text: str = import_module("plotly.offline").get_plotlyjs()
+    except ImportError:
+        raise ReportError("a page is drawn by plotly, which is not installed: pip install 'lowtide[report]'") from None
+    return text
+
+
+def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figure]]:
+    if plan is None:
+        assert run is not None
+        end = run.memory[-1][0] if run.memory else 0.0
+        return {"memory": [memory_figure(None, None, run, end)]} if run.memory else {}
+    found: dict[str, Figure | list[Figure]] = {}
+    stages = plan.simulation.stages
+    end = max([plan.simulation.seconds, *(when for when, _ in (run.memory[-1:] if run is not None else ()))])
+    whose = _measured_stage(plan, run)
+    few = max(len(stages) // 4, 1)  # many stages share the page's size: each has coarser slices
+    if any(stage.memory for stage in stages) or (run is not None and run.memory):
+        found["memory"] = [
+            memory_figure(stage, plan.budget, run if stage.stage == whose else None, end, max(SLICES // few, 150))
+            for stage in stages
+        ]
+    if any(stage.spans for stage in stages):
+        found["lanes"] = [lanes_figure(stage, end, max(MOST_BLOCKS // few, 400)) for stage in stages]
+    if plan.options or plan.curve:
+        found["curve"] = curve_figure(plan)
+    if plan.operators:
+        found["grid"] = grid_figure(plan)
+    found["stage_memory"] = stage_memory_figure(plan)
+    found["stage_time"] = stage_time_figure(plan)
+    return found
+
+
+def _measured_stage(plan: Plan, run: Run | None) -> int:
+    """The stage that a measured timeline is of: the fullest unless the run says."""
+    return run.stage if run is not None and run.stage is not None else fullest(plan).stage
+
+
+def _sections(
+    plan: Plan | None, run: Run | None, given: str | None, figures: dict[str, Figure | list[Figure]]
+) -> Iterator[str]:
+    yield _header(plan, run)
+    if "memory" in figures:
+        yield _memory(plan, run, figures)
+    if plan is not None and "curve" in figures:
+        yield _section(
+            "ways",
+            "Ways to run it",
+            "The line is the fastest step for each budget; hollow points do not fit.",
+            _two(_chart("curve", "step time against memory"), options_table(plan)),
+        )
+    if plan is not None and "grid" in figures:
+        yield _section(
+            "grid",
+            "Layer by layer",
+            "What becomes of what each operator holds for backward. Operators that hold nothing are left out.",
+            decision_legend() + _chart("grid", "decisions by layer and operator"),
+        )
+    if plan is not None:
+        several = len(plan.simulation.stages) > 1
+        yield _section(
+            "stages",
+            "Pipeline stages" if several else "The device",
+            "Memory at each stage's peak, and its time in a step."
+            if several
+            else "Its memory at the peak, and its step.",
+            _two(_chart("stage_memory", "memory of each stage"), _chart("stage_time", "time of each stage")),
+        )
+        yield _section("peak", "What the peak is made of", peak_sentence(plan), shares_table(plan))
+    if run is not None and run.settings:
+        covered = f"In {run.steps} steps, as the runtime counted." if run.steps else "As the runtime counted."
+        yield _section("run", "What the run did", covered, receipt_table(run))
+    if plan is not None and plan.yaml:
+        lead = "In the words of the guides; `lowtide check` reads it back." if given is None else "Against the file."
+        yield _section("yaml", "How to take it", lead, yaml_difference(plan, given))
+    yield _honesty(plan, run)
+    yield "<footer>Made by lowtide. This file needs no network.</footer>\n"
+
+
+def _header(plan: Plan | None, run: Run | None) -> str:
+    if plan is None:
+        assert run is not None
+        return (
+            f'<header><p class="where"><b>lowtide</b> · a run</p><h1>{_unbroken(escape(_run_headline(run)))}</h1></header>\n'
+            + run_figures(run)
+        )
+    mark = "" if plan.feasible else ' class="no"'
+    return (
+        f'<header><p class="where"><b>lowtide</b> · {escape(plan.model)} · {escape(layout(plan))}</p>'
+        f"<h1{mark}>{_unbroken(escape(headline(plan)))}</h1></header>\n{key_figures(plan)}{decision_bar(plan)}\n"
+    )
+
+
+def _run_headline(run: Run | None) -> str:
+    assert run is not None
+    parts = [f"{format_bytes(run.peak)} at the peak"] if run.peak is not None else []
+    parts += [f"{format_seconds(run.seconds)} a step"] if run.seconds is not None else []
+    return f"The run took {' and '.join(parts)}" if parts else "What lowtide did in the run"
+
+
+def _unbroken(text: str) -> str:
+    """No line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=[A-Za-zµ])", "\N{NO-BREAK SPACE}", text)
+
+
+def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list[Figure]]) -> str:
+    chooser, lead = "", "Measured bytes in use."
+    if plan is not None:
+        stages = plan.simulation.stages
+        first = fullest(plan).stage
+        lead = "Bytes in use on the device, as the allocator counts them; the budget is compared with what it reserves."
+        if len(stages) > 1:
+            options = "".join(
+                f"<option{' selected' if stage.stage == first else ''}>stage {stage.stage}, "
+                f"{format_bytes(stage.peak)}</option>"
+                for stage in stages
+            )
+            chooser = f'<label class="stage">shown: <select id="stage">{options}</select></label>'
+    body = chooser + f'<p class="lead">{escape(lead)}</p>' + _chart("memory", "memory over the step")
+    if plan is not None and "lanes" in figures:
+        chart = _chart("lanes", "what the device and the link do over the step")
+        body += f'<h3>Device and link</h3><p class="lead">{escape(_link_sentence(plan))}</p>{lanes_legend()}{chart}'
+    return f'<section id="memory"><h2>Memory over the step</h2>{body}</section>\n'
+
+
+def _link_sentence(plan: Plan) -> str:
+    spans = [(stage, span) for stage in plan.simulation.stages for span in stage.spans]
+    copies = sum(span.kind == "copy back" for _, span in spans)
+    if not copies:
+        return "Nothing is swapped: the link is idle."
+    late = sum(len(late_copies(stage.spans)) for stage in plan.simulation.stages)
+    stalled = sum(stage.stall for stage in plan.simulation.stages)
+    busiest = max(
+        sum(span.seconds for span in stage.spans if span.kind == "copy out") for stage in plan.simulation.stages
+    )
+    waits = f"{late} kept the computation waiting, {format_seconds(stalled)} in all" if late else "none was waited for"
+    return (
+        f"{copies - late} of {copies} copies back were there when they were needed; {waits}."
+        f" The busiest link is sending in {busiest / plan.simulation.seconds:.0%} of the step."
+        " Faint blocks are busy for a part of their length only."
+    )
+
+
+def _honesty(plan: Plan | None, run: Run | None) -> str:
+    lines: list[str] = []
+    notes: list[str] = []
+    if plan is not None:
+        lines += list(_errors(plan, run))
+        if plan.feasible:
+            lines.append(
+                f"By the solver's model no policy that fits takes less than {format_seconds(plan.bound)} a step;"
+                f" the plan is {max(plan.gap, 0):.2%} above that. The solver took {format_seconds(plan.solve_seconds)}."
+            )
+        notes += [*plan.notes, *plan.simulation.notes]
+    elif run is not None:
+        lines.append("Everything on this page was measured; there is no plan to compare it with.")
+    assumed = f"<h3>Assumed</h3>{listed(list(dict.fromkeys(notes)))}" if notes else ""
+    return f'<div class="honesty" id="honesty"><h2>How far to trust this</h2>{listed(lines)}{assumed}</div>\n'
+
+
+def _errors(plan: Plan, run: Run | None) -> Iterator[str]:
+    """The predictions beside what was measured; that nothing was, where nothing was."""
+    known = run is not None and (run.peak is not None or run.seconds is not None)
+    if run is None or not known:
+        yield "All of this is predicted. Nothing on this page was measured on a device."
+        return
+    if run.peak is not None:
+        peak = next(stage.peak for stage in plan.simulation.stages if stage.stage == _measured_stage(plan, run))
+        yield _error("peak", format_bytes(peak), format_bytes(run.peak), peak / run.peak - 1)
+    else:
+        yield "The peak was not measured."
+    if run.seconds is not None:
+        step = plan.simulation.seconds
+        yield _error("step", format_seconds(step), format_seconds(run.seconds), step / run.seconds - 1)
+    else:
+        yield "The step's time was not measured."
+
+
+def _error(what: str, predicted: str, measured: str, error: float) -> str:
+    return f"The {what} was predicted as {predicted} and measured as {measured}: {error:+.1%}."
+
+
+def _section(name: str, title: str, lead: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{escape(title)}</h2><p class="lead">{escape(lead)}</p>{body}</section>\n'
+
+
+def _chart(name: str, label: str) -> str:
+    return f'<div class="chart" data-figure="{name}" role="img" aria-label="{escape(label)}"></div>'
+
+
+def _two(left: str, right: str) -> str:
+    return f'<div class="two"><div>{left}</div><div>{right}</div></div>'

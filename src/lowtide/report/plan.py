@@ -1,0 +1,171 @@
+"""What ``lowtide plan`` and ``lowtide explain`` show on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.plan.plan import Option, Plan
+from lowtide.policy import format_layers
+from lowtide.report.words import (
+    fullest,
+    headline,
+    held_by_decision,
+    layout,
+    peak_sentence,
+    recommended,
+    shares_by_kind,
+    shares_by_operator,
+)
+from lowtide.units import format_bytes, format_seconds
+
+__all__ = ["print_explanation", "print_plan"]
+
+_LARGEST = 6
+"""Rows of the table of what the peak is made of."""
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print whether it fits, and what the plan does in a step."""
+    _print_headline(plan, console)
+    _print_stages(plan, console)
+    held = held_by_decision(plan)
+    if any(held):
+        parts = [f"{name} {format_bytes(size)}" for name, size in held._asdict().items() if size]
+        console.print(f"of a micro batch's activations: {', '.join(parts)}", soft_wrap=True)
+    if plan.feasible:
+        console.print(
+            f"no policy that fits can be more than {_gap(plan)} faster, by the solver's model", soft_wrap=True
+        )
+    for note in plan.notes:
+        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+
+
+def print_explanation(plan: Plan, console: Console) -> None:
+    """Print why: where the peak is and what it is made of, the ways to fit, and how to take the best of them."""
+    _print_headline(plan, console)
+    console.print()
+    console.print(Text("the peak", style="bold"))
+    console.print(f"  {peak_sentence(plan)}", soft_wrap=True)
+    _print_shares(plan, console)
+    if plan.options:
+        console.print()
+        console.print(Text("ways to run it" if plan.feasible else "ways that were tried", style="bold"))
+        console.print(_options(plan))
+    console.print()
+    _print_advice(plan, console)
+    for note in plan.notes:
+        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+
+
+def _print_headline(plan: Plan, console: Console) -> None:
+    console.print(Text(headline(plan), style="bold green" if plan.feasible else "bold red"), soft_wrap=True)
+    console.print(Text(layout(plan), style="dim"), soft_wrap=True)
+
+
+def _print_stages(plan: Plan, console: Console) -> None:
+    """A line a stage; equal neighbours are one line."""
+    table = Table(box=None, pad_edge=False)
+    stages = plan.simulation.stages
+    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "on the host")
+    if len(stages) > 1:
+        table.add_column("stage")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[tuple[list[int], tuple[str, ...]]] = []
+    for stage in stages:
+        row = (
+            format_bytes(stage.reserved),
+            format_bytes(stage.static),
+            str(stage.in_flight),
+            format_seconds(stage.busy),
+            format_seconds(stage.recompute) if stage.recompute else "",
+            format_seconds(stage.stall) if stage.stall else "",
+            format_bytes(stage.moved) if stage.moved else "",
+            format_bytes(stage.host_peak) if stage.host_peak else "",
+        )
+        if rows and rows[-1][1] == row:
+            rows[-1][0].append(stage.stage)
+        else:
+            rows.append(([stage.stage], row))
+    for which, cells in rows:
+        table.add_row(*([format_layers(which)] if len(stages) > 1 else []), *cells)
+    console.print(table)
+    if len(stages) > 1:
+        console.print(f"the busiest stage waits for others in {plan.simulation.bubble:.1%} of the step")
+
+
+def _print_shares(plan: Plan, console: Console) -> None:
+    stage = fullest(plan)
+    if not stage.shares:
+        return
+    parts = [f"{name} {format_bytes(size)}" for name, size in shares_by_kind(stage.shares).items()]
+    console.print(f"  made of {', '.join(parts)}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("", "bytes", "of the peak", "what", "layers"):
+        table.add_column(name, justify="right" if name in ("bytes", "of the peak") else "left")
+    rows = shares_by_operator(stage.shares)
+    for what, operator, layers, size in rows[:_LARGEST]:
+        name = f"{operator} ({what})" if operator else what
+        where = f"{len(layers)}: {format_layers(layers)}" if layers else ""
+        table.add_row("", format_bytes(size), f"{size / stage.peak:.0%}", name, where)
+    rest = sum(row[3] for row in rows[_LARGEST:])
+    if rest:
+        table.add_row("", format_bytes(rest), f"{rest / stage.peak:.0%}", f"{len(rows) - _LARGEST} smaller", "")
+    console.print(table)
+
+
+def _options(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("", "way", "reserved", "against the budget", "step", "against the plan"):
+        table.add_column(name, justify="left" if name in ("", "way") else "right", no_wrap=name != "way")
+    best = recommended(plan)
+    for option in sorted(plan.options, key=lambda one: one.simulation.seconds):
+        table.add_row(*_option(option, plan, best), style="bold" if option is best else "")
+    return table
+
+
+def _option(option: Option, plan: Plan, best: Option | None) -> Iterator[str]:
+    simulation = option.simulation
+    spare = plan.budget - simulation.reserved
+    yield "->" if option is best else ""
+    yield option.name
+    yield format_bytes(simulation.reserved)
+    yield f"{format_bytes(spare)} free" if spare >= 0 else f"{format_bytes(-spare)} over"
+    yield format_seconds(simulation.seconds)
+    yield f"{simulation.seconds / plan.simulation.seconds - 1:+.1%}" if plan.simulation.seconds else ""
+
+
+def _print_advice(plan: Plan, console: Console) -> None:
+    """One way, and how to take it."""
+    if not plan.feasible:
+        least = plan.least or plan.simulation.reserved
+        console.print(
+            Text.assemble(
+                ("what to do: ", "bold"),
+                f"give it {format_bytes(least)} a device, or hold less: a smaller --micro-batch-size or --seq, more"
+                " tensor or pipeline ranks, or fewer micro batches in flight",
+            ),
+            soft_wrap=True,
+        )
+        return
+    best = recommended(plan)
+    name = best.name if best is not None else "the plan"
+    console.print(Text.assemble(("recommended: ", "bold"), name), soft_wrap=True)
+    if best is not None and best.how and best.policy.digest != plan.policy.digest:
+        console.print("  write:")
+        for line in best.how.splitlines():
+            console.print(Text(f"    {line}"), soft_wrap=True)
+        return
+    console.print("  as a Policy: `lowtide plan … -o policy.json`, then `lowtide.apply(model, Policy.from_json(text))`")
+    if plan.yaml:
+        console.print("  as YAML (`lowtide plan … --yaml out.yaml` writes it):")
+        for line in plan.yaml.rstrip().splitlines():
+            console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
+
+
+def _gap(plan: Plan) -> str:
+    return f"{max(plan.gap, 0.0):.2%}"

@@ -1,0 +1,146 @@
+"""A Plan in words: the sentences that the terminal and the page both say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lowtide.plan.plan import Option, Plan
+from lowtide.plan.simulation import Share, StageSimulation
+from lowtide.policy import Keep, Recompute, Swap
+from lowtide.units import format_bytes, format_seconds
+
+__all__ = [
+    "KINDS",
+    "Held",
+    "decision_kind",
+    "fullest",
+    "headline",
+    "held_by_decision",
+    "layout",
+    "peak_sentence",
+    "recommended",
+    "shares_by_kind",
+    "shares_by_operator",
+]
+
+KINDS = ("keep", "recompute", "swap")
+SHARES = ("parameters", "gradients", "optimizer", "activations", "boundaries", "crossing", "transients")
+"""The kinds of share, what stays over the step first."""
+
+
+class Held(NamedTuple):
+    """The bytes of a micro batch's activations, in all layers, by what becomes of them."""
+
+    keep: int = 0
+    recompute: int = 0
+    swap: int = 0
+
+
+def headline(plan: Plan) -> str:
+    """Whether it fits, how fast it then is, and against what: one sentence."""
+    reserved, budget = plan.simulation.reserved, format_bytes(plan.budget)
+    if not plan.feasible:
+        least = plan.least or reserved
+        return (
+            f"{plan.model} does not fit in {budget}: the least that any policy needs is {format_bytes(least)},"
+            f" {format_bytes(least - plan.budget)} more"
+        )
+    return (
+        f"{plan.model} fits in {budget}: {format_bytes(reserved)} reserved,"
+        f" {format_seconds(plan.simulation.seconds)} a step{_against(plan)}"
+    )
+
+
+def _against(plan: Plan) -> str:
+    """The comparison that says most: with keeping everything where that fits, else with recomputing every layer."""
+    seconds = plan.simulation.seconds
+    kept = next((one for one in plan.options if one.name == "keep everything"), None)
+    full = next((one for one in plan.options if one.name == "recompute every layer"), None)
+    if kept is not None and kept.fits:
+        slower = seconds / kept.simulation.seconds - 1
+        return "" if slower < 0.0005 else f", {slower:.1%} slower than keeping everything, which fits too"
+    if full is not None and full.simulation.seconds > seconds * 1.0005:
+        return f", {1 - seconds / full.simulation.seconds:.1%} less than with every layer recomputed"
+    return ""
+
+
+def layout(plan: Plan) -> str:
+    """The device and the pipeline, in short: ``h100, 16 stages x 2 chunks, 64 micro batches, interleaved``."""
+    pipeline = plan.pipeline
+    parts = [plan.device]
+    if pipeline.stages > 1:
+        chunks = f" x {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        parts.append(f"{pipeline.stages} stages{chunks}")
+    count = pipeline.micro_batches
+    parts.append(f"{count} micro batch{'es' if count > 1 else ''}")
+    if pipeline.stages > 1:
+        parts.append(pipeline.schedule.replace("_", " "))
+    return ", ".join(parts)
+
+
+def fullest(plan: Plan) -> StageSimulation:
+    """The stage that reserves most."""
+    return max(plan.simulation.stages, key=lambda stage: stage.reserved)
+
+
+def peak_sentence(plan: Plan) -> str:
+    """Where the peak is."""
+    stage = fullest(plan)
+    where = f"on stage {stage.stage}" if len(plan.simulation.stages) > 1 else ""
+    when = ""
+    if stage.peak_at is not None:
+        at = stage.peak_at
+        layer = f"layer {at.layer}" if at.layer is not None else "outside the layers"
+        when = f"{format_seconds(at.time)} into the step, {layer}" + (f", {at.operator}" if at.operator else "")
+    batches = f"{stage.in_flight} micro batches in flight" if stage.in_flight > 1 else ""
+    place = "; ".join(part for part in (", ".join(part for part in (where, when) if part), batches) if part)
+    return f"{format_bytes(stage.peak)} in use, {format_bytes(stage.reserved)} reserved" + (
+        f": {place}" if place else ""
+    )
+
+
+def shares_by_kind(shares: Iterable[Share]) -> dict[str, int]:
+    """The peak's bytes by what they are, in a fixed order; kinds that are not there are left out."""
+    sums: dict[str, int] = {}
+    for share in shares:
+        sums[share.what] = sums.get(share.what, 0) + share.bytes
+    order = [*(name for name in SHARES if name in sums), *(name for name in sums if name not in SHARES)]
+    return {name: sums[name] for name in order}
+
+
+def shares_by_operator(shares: Iterable[Share]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """What, operator, the layers, and bytes of all of them together; the largest first."""
+    sums: dict[tuple[str, str], tuple[set[int], int]] = {}
+    for share in shares:
+        layers, size = sums.get((share.what, share.operator), (set(), 0))
+        more = {share.layer} if share.layer is not None else set()
+        sums[share.what, share.operator] = (layers | more, size + share.bytes)
+    rows = [(what, operator, tuple(sorted(layers)), size) for (what, operator), (layers, size) in sums.items()]
+    return sorted(rows, key=lambda row: (-row[3], row[0], row[1]))
+
+
+def held_by_decision(plan: Plan) -> Held:
+    """What a micro batch's activations hold in all layers, by decision; zeros where the plan does not say."""
+    sums = dict.fromkeys(KINDS, 0)
+    for layer in plan.operators:
+        for one in layer:
+            sums[decision_kind(one.decision)] += one.bytes
+    return Held(**sums)
+
+
+def decision_kind(decision: Keep | Recompute | Swap) -> str:
+    """``keep``, ``recompute`` or ``swap``."""
+    return "swap" if isinstance(decision, Swap) else str(decision)
+
+
+def recommended(plan: Plan) -> Option | None:
+    """The fastest option that fits; the plan's own among equals."""
+    fitting = [option for option in plan.options if option.fits]
+    return min(fitting, key=lambda one: (one.simulation.seconds, one.policy.digest != plan.policy.digest), default=None)
+
+
+def and_more(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names."""
+    few = ", ".join(names[:most])
+    return f"{few} and {len(names) - most} more" if len(names) > most else few
