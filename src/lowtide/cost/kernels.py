@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["ATTENTION", "MATMUL", "Family", "SavedTensor", "family_of", "kernel_flops", "kind_of", "saved_instead"]
+__all__ = [
+    "ATTENTION",
+    "MATMUL",
+    "AttentionArguments",
+    "Family",
+    "SavedTensor",
+    "attention_arguments",
+    "family_of",
+    "kernel_flops",
+    "kind_of",
+    "saved_instead",
+]
 
 Family: TypeAlias = Literal["cpu", "cuda", "rocm", "npu", "hpu", "other"]
 """Devices whose kernels save the same."""
@@ -86,18 +97,39 @@ def _filtered(places: Sequence[int], weight: Sequence[int]) -> int:
 # Attention.
 
 
-def _attention(causal_at: int, *, backward: bool = False) -> Callable[[Arguments, Mapping[str, Any], Any], int]:
-    first = 1 if backward else 0  # backward is given the gradient first
+class AttentionArguments(NamedTuple):
+    """The arguments that all kinds of attention have."""
 
+    query: Any
+    key: Any
+    value: Any
+    causal: bool
+    gradient: Any = None
+    """Of the output; None in forward."""
+    mask: Any = None
+    scale: float | None = None
+
+
+def attention_arguments(kind: str, args: Arguments, kwargs: Mapping[str, Any]) -> AttentionArguments:
+    """Find them among the arguments of a kind of :data:`ATTENTION`."""
+    backward = kind in _BACKWARD  # it is given the gradient first
+    query, key, value = args[1:4] if backward else args[:3]
+    mask = kwargs.get("attn_mask")
+    if (place := _MASK.get(kind)) is not None and place < len(args):
+        mask = args[place]
+    causal = _argument(args, kwargs, (_BACKWARD if backward else _FORWARD)[kind], "is_causal", False)
+    return AttentionArguments(query, key, value, bool(causal), args[0] if backward else None, mask, kwargs.get("scale"))
+
+
+def _attention(kind: str) -> Callable[[Arguments, Mapping[str, Any], Any], int]:
     def count(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
-        query, key, value = (args[first + place].shape for place in range(3))
-        pairs = prod(map(int, query[:-1])) * int(key[-2])
-        width, value_width = int(query[-1]), int(value[-1])
+        found = attention_arguments(kind, args, kwargs)
+        pairs = prod(map(int, found.query.shape[:-1])) * int(found.key.shape[-2])
+        width, value_width = int(found.query.shape[-1]), int(found.value.shape[-1])
         # Scores, and values weighted by them; in backward the scores again, and the gradients of values and weights
         # (as wide as a value), of queries and keys.
-        widths = 3 * width + 2 * value_width if backward else width + value_width
-        causal = bool(_argument(args, kwargs, causal_at, "is_causal", False))
-        return 2 * pairs * widths // (2 if causal else 1)
+        widths = 3 * width + 2 * value_width if kind in _BACKWARD else width + value_width
+        return 2 * pairs * widths // (2 if found.causal else 1)
 
     return count
 
@@ -121,6 +153,15 @@ _BACKWARD = {
     "aten::_scaled_dot_product_cudnn_attention_backward": 14,
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": 13,
 }
+_MASK = {
+    "aten::_scaled_dot_product_efficient_attention": 3,
+    "aten::_scaled_dot_product_efficient_attention_backward": 4,
+    "aten::_scaled_dot_product_cudnn_attention": 3,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 8,
+    "aten::_scaled_dot_product_fused_attention_overrideable": 3,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": 4,
+}
+"""Where it is given a mask."""
 _PRODUCTS = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::mv": (0, 1), "aten::dot": (0, 1), "aten::_scaled_mm": (0, 1),
     "aten::_int_mm": (0, 1), "aten::addmm": (1, 2), "aten::_addmm_activation": (1, 2), "aten::baddbmm": (1, 2),
@@ -136,8 +177,7 @@ _COUNTS: dict[str, Callable[[Arguments, Mapping[str, Any], Any], int]] = {
     "aten::_scaled_grouped_mm": _grouped,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
-    **{kind: _attention(causal) for kind, causal in _FORWARD.items()},
-    **{kind: _attention(causal, backward=True) for kind, causal in _BACKWARD.items()},
+    **{kind: _attention(kind) for kind in (*_FORWARD, *_BACKWARD)},
 }
 
 ATTENTION = frozenset({*_FORWARD, *_BACKWARD})

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.trace.trace import Call, Event, Part
 
-__all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "compile_part"]
+__all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "codes_of", "compile_part"]
 
 MINIMUM_BYTES = 4096
 """As in the runtime's limits: what is smaller is not swapped."""
@@ -55,8 +55,8 @@ class CapturedCall(NamedTuple):
 
     held: tuple[int, ...]
     """The storages that it was given and that are held."""
-    referred: tuple[int, ...]
-    """The captured calls that made others of its arguments: those are rebuilt."""
+    referred: tuple[tuple[int, int], ...]
+    """The captured calls that made others of its arguments, and which storages those are: they are rebuilt."""
     wanted: frozenset[int]
     """The storages that come out of the repetition."""
     body: tuple[Code, ...]
@@ -99,7 +99,7 @@ class Program:
 def compile_part(
     part: Part,
     decisions: Mapping[str, Decision],
-    boundary: Keep | Swap = Keep(),
+    boundary: Keep | Swap,
     *,
     whole: bool = False,
     due_before: frozenset[int] = frozenset(),
@@ -177,6 +177,11 @@ def compile_part(
     )
 
 
+def codes_of(part: Part) -> tuple[Code, ...]:
+    """The forward of a part that nothing is decided for, such as the optimizer."""
+    return _codes(part, part.forward)
+
+
 def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
     """A layer that torch's checkpoint repeats: it stops where the last tensor has been saved."""
     actions = tuple(
@@ -184,7 +189,7 @@ def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
     )
     saves = [place for place, (what, _) in enumerate(part.forward) if what == "save"]
     again = part.forward[: saves[-1] + 1] if saves else ()
-    forward = tuple(event for event in part.forward if event[0] != "save")
+    forward = tuple(event for event in part.forward if event[0] not in ("save", "done"))
     return Program(
         part=part,
         whole=True,
@@ -251,10 +256,10 @@ def _captured(part: Part, recomputed: frozenset[str], makers: Mapping[int, int])
 
 def _arguments(
     call: Call, captured: frozenset[int], makers: Mapping[int, int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """What a captured call holds, and which captured calls made the rest of what it was given."""
     held = tuple(value for value in call.inputs if makers.get(value, -1) not in captured)
-    referred = tuple(makers[value] for value in call.inputs if makers.get(value, -1) in captured)
+    referred = tuple((makers[value], value) for value in call.inputs if makers.get(value, -1) in captured)
     return held, referred
 
 

@@ -91,7 +91,9 @@ class _Runs:
     def forward(self) -> Recorder:
         """A forward of which nothing is held."""
         with self._recorded(Recorder(len(self.layers), keep=False, imagine=False)) as recorder:
-            self.run()
+            loss = self.run()
+            recorder.move("optimizer", 1)  # that its graph ends now is of no interest
+            del loss
         return recorder
 
     def whole(self, *, keep: bool, imagine: bool = False, timed: bool = False) -> Recorder:

@@ -1,0 +1,294 @@
+"""The one call: from a Trace, a budget and a device to the fastest Policy that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from lowtide.cost.device import Device
+from lowtide.cost.devices import find_device
+from lowtide.cost.kernel import kernel_seconds
+from lowtide.errors import PlanError
+from lowtide.plan.expand import expand
+from lowtide.plan.pipeline import Pipeline, even_pipeline
+from lowtide.plan.plan import Option, Plan
+from lowtide.plan.planned import planned_operators
+from lowtide.plan.problem import StageProblem, stage_problems
+from lowtide.plan.repair import Fitted, Try, fit_stage
+from lowtide.plan.schedule import Action, replay
+from lowtide.plan.simple import NOTHING, simple_policies
+from lowtide.plan.simulate import simulate
+from lowtide.plan.simulation import Simulation, StageSimulation
+from lowtide.plan.solve import StageSolution, relaxed_seconds
+from lowtide.policy import Policy, resolve
+from lowtide.trace.trace import Kernel, Trace
+from lowtide.units import format_bytes, parse_bytes
+
+__all__ = ["make_plan"]
+
+POINTS = 12
+"""Points of the curve of memory against time."""
+SIMPLE_STAGES = 4
+"""Pipelines with more stages are compared with the two outermost simple ways only: each takes a simulation."""
+
+
+def make_plan(
+    trace: Trace,
+    budget: int | str,
+    device: Device | str,
+    pipeline: Pipeline | None = None,
+    *,
+    swap: bool = True,
+    recompute: bool = True,
+    host_memory: int | None = None,
+    fixed: Policy | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The fastest Policy whose simulated memory is within ``budget`` on every stage's device.
+
+    ``swap`` and ``recompute`` say what may be used, ``host_memory`` how much of a node's memory swaps may take, and
+    ``fixed`` what is decided already. If nothing fits, the Plan says so and how much is needed.
+
+    ``plan = make_plan(Trace.load("trace.json"), "60GiB", "h100")``
+    """
+    begin = time.perf_counter()
+    device = find_device(device) if isinstance(device, str) else device
+    budget = parse_bytes(budget)
+    if not budget:
+        raise PlanError('a budget is the memory of a device, such as "60GiB"; found 0')
+    if pipeline is None or not pipeline.placement:
+        micro_batches = pipeline.micro_batches if pipeline is not None else 1
+        pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
+    seconds = _Seconds(device)
+    problems = stage_problems(
+        trace,
+        device,
+        pipeline,
+        seconds,
+        host_memory=host_memory,
+        fixed=None if fixed is None else resolve(fixed, trace.catalogue),
+    )
+    search = _Search(trace, device, pipeline, problems, budget, fixed)
+    progress("simulating the simple ways")
+    options = search.simple(swap=swap, recompute=recompute)
+    progress("solving")
+    solving = time.perf_counter()
+    found = search.fit(options[0].simulation, swap=swap, recompute=recompute)
+    solve_seconds = search.solving + time.perf_counter() - solving - search.simulating
+    progress("simulating the plan")
+    options += found.options
+    return search.plan(found, options, solve_seconds=solve_seconds, total=time.perf_counter() - begin)
+
+
+class _Seconds:
+    """The seconds of kernels; equal ones are asked for once."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.known: dict[Kernel, float] = {}
+
+    def __call__(self, kernel: Kernel) -> float:
+        found = self.known.get(kernel)
+        if found is None:
+            found = self.known[kernel] = kernel_seconds(self.device, kernel)
+        return found
+
+
+class _Found(NamedTuple):
+    """What the solver and the simulator agreed on."""
+
+    options: list[Option]
+    bound: float
+    least: Policy
+
+
+class _Search:
+    """One search for a plan."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        device: Device,
+        pipeline: Pipeline,
+        problems: Sequence[StageProblem],
+        budget: int,
+        fixed: Policy | None,
+    ) -> None:
+        self.trace, self.device, self.pipeline = trace, device, pipeline
+        self.problems, self.budget, self.fixed = problems, budget, fixed
+        self.layers = len(trace.layers)
+        self.simulating = 0.0
+        self.solving = 0.0
+        self.offsets = [0] * len(problems)
+
+    def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
+        begin = time.perf_counter()
+        result = simulate(self.trace, policy, self.device, self.pipeline, stages=stages, details=details)
+        self.simulating += time.perf_counter() - begin
+        return result
+
+    def option(self, name: str, policy: Policy, how: str = "") -> Option:
+        simulation = self.simulate(policy)
+        return Option(
+            name=name, policy=policy, simulation=simulation, fits=simulation.reserved <= self.budget, how=how
+        )
+
+    def simple(self, *, swap: bool, recompute: bool) -> list[Option]:
+        """The simple ways to run, simulated; the first keeps everything that is not fixed."""
+        if self.fixed is not None:
+            return [self.option("what is fixed", replace(self.fixed, origin="solver"))]
+        ways = list(simple_policies(self.layers, swap=swap, recompute=recompute))
+        if self.pipeline.stages > SIMPLE_STAGES:
+            ways = [one for one in ways if not one.name.startswith("recompute one")]
+        return [self.option(one.name, one.policy, one.how) for one in ways]
+
+    def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
+        """The plans with and without swap, and a bound."""
+        self.simulating = 0.0
+        ways: list[tuple[str, bool, float]] = []
+        if recompute:
+            ways.append(("recompute some operators", False, 1.0))
+        if swap:
+            ways.append(("swap and recompute" if recompute else "swap some operators", True, 0.9))
+        if swap and self.pipeline.stages == 1:
+            ways.append(("swap less and recompute", True, 0.6))
+        fitted: dict[str, list[Fitted]] = {}
+        for name, with_swap, share in ways:
+            fitted[name] = [
+                fit_stage(
+                    problem,
+                    self.budget,
+                    partial(self._stage, problem),
+                    offset=self._offset(problem, kept),
+                    swap=with_swap,
+                    recompute=recompute,
+                    link_share=share,
+                )
+                for problem in self.problems
+            ]
+        options = []
+        for name, stages in fitted.items():
+            tries = [one.best or one.least for one in stages]
+            options.append(self.option(name, self._policy(tries), "the Policy, or its YAML"))
+        best = [min(found, key=_badness) for found in zip(*fitted.values(), strict=True)] if fitted else []
+        mixed = self._policy([one.best or one.least for one in best])
+        if best and all(mixed != one.policy for one in options):
+            options.append(self.option("swap where it pays, and recompute", mixed, "the Policy, or its YAML"))
+        least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted.values(), strict=True)]
+        bounds = [min(one.bound for one in found) for found in zip(*fitted.values(), strict=True)]
+        return _Found(options, self._bound(kept, bounds), self._policy(least))
+
+    def plan(self, found: _Found, options: list[Option], *, solve_seconds: float, total: float) -> Plan:
+        """The fastest option that fits, and everything around it."""
+        fitting = [one for one in options if one.fits]
+        smallest = self.option("least memory", found.least)
+        least = min((one.simulation.reserved for one in (*options, smallest)))
+        if smallest.fits:
+            fitting.append(smallest)
+        feasible = bool(fitting)
+        ways = fitting or [*options, smallest]
+        chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
+        simulation = self.simulate(chosen.policy, details=True)
+        bound = min(found.bound, simulation.seconds)
+        return Plan(
+            model=self.trace.model,
+            device=self.device.name,
+            budget=self.budget,
+            pipeline=self.pipeline,
+            policy=chosen.policy,
+            simulation=simulation,
+            bound=bound,
+            gap=simulation.seconds / bound - 1 if bound else 0.0,
+            feasible=feasible,
+            least=least,
+            options=tuple(options),
+            curve=self._curve(options[0].simulation, least),
+            notes=self._notes(simulation, feasible, least),
+            solve_seconds=solve_seconds,
+            operators=planned_operators(self.trace, chosen.policy),
+        )
+
+    def _policy(self, tries: Sequence[Try]) -> Policy:
+        root = self.fixed.root if self.fixed is not None else None
+        return expand(self.problems, [one.solution for one in tries], self.layers, root=root)
+
+    def _stage(self, problem: StageProblem, solution: StageSolution) -> StageSimulation:
+        policy = expand([problem], [solution], self.layers)
+        return self.simulate(policy, stages=[problem.stage]).stages[0]
+
+    def _offset(self, problem: StageProblem, kept: Simulation) -> int:
+        """How much more the simulator finds than the solver's bytes where everything is kept."""
+        modelled = max(
+            case.base
+            + case.passing
+            + sum(case.in_flight[group.chunk] * len(group.layers) * group.cost.saved for group in problem.groups)
+            for case in problem.cases
+        )
+        return kept.stages[problem.stage].reserved - modelled if self.fixed is None else 0
+
+    def _step(self, seconds: Sequence[float]) -> float:
+        """The step's time, by the schedule, where each stage takes so long for a micro batch."""
+
+        def action_seconds(stage: int, action: Action) -> float:
+            problem = self.problems[stage]
+            backward = seconds[stage] - problem.forward
+            share = {"forward": problem.forward, "backward": backward, "input": backward / 2, "weight": backward / 2}
+            return share[action.kind] / self.pipeline.chunks
+
+        return replay(self.pipeline, action_seconds).seconds
+
+    def _scaled(self, kept: Simulation, seconds: Sequence[float]) -> float:
+        """The same in the simulator's seconds: what it adds to the kernels is in its step without any recompute."""
+        return self._step(seconds) * kept.seconds / self._step([problem.seconds for problem in self.problems])
+
+    def _bound(self, kept: Simulation, bounds: Sequence[float]) -> float:
+        return self._scaled(kept, bounds) if bounds else kept.seconds
+
+    def _curve(self, kept: Simulation, least: int) -> tuple[tuple[int, float], ...]:
+        points = []
+        for number in range(POINTS):
+            budget = least + (kept.reserved - least) * number // (POINTS - 1)
+            seconds = [relaxed_seconds(problem, budget - self._offset(problem, kept)) for problem in self.problems]
+            found = [one for one in seconds if one is not None]
+            if len(found) == len(seconds):
+                points.append((budget, self._scaled(kept, found)))
+        return tuple(points)
+
+    def _notes(self, simulation: Simulation, feasible: bool, least: int) -> tuple[str, ...]:
+        notes = list(self.trace.notes) + list(simulation.notes)
+        worst = max(simulation.stages, key=lambda stage: stage.reserved)
+        if not feasible:
+            largest = ", ".join(
+                f"{format_bytes(share.bytes)} {share.operator or share.what}"
+                + (f" of layer {share.layer}" if share.layer is not None else "")
+                for share in worst.shares[:4]
+            )
+            notes.insert(
+                0,
+                f"nothing fits {format_bytes(self.budget)}: the least that works is {format_bytes(least)}, short by"
+                f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
+            )
+        moment = worst.peak_at
+        after = {one.name for one in self.trace.after.operators}
+        if moment is not None and moment.layer is None and moment.operator in after:
+            notes.append(
+                f"the peak is at {moment.operator}, after the layers: no decision for layers lowers what the head and the"
+                " loss need; lowtide.chunked_cross_entropy computes both in pieces"
+            )
+        notes.append(
+            "the bound is the solver's for its model of bytes and seconds, for these layers in these stages, in units of"
+            " the simulated step without recompute"
+        )
+        return tuple(dict.fromkeys(notes))
+
+
+def _badness(one: Fitted) -> tuple[bool, float]:
+    found = one.best or one.least
+    return one.best is None, found.simulated.seconds
+
+
+def _reserved(one: Try) -> int:
+    return one.simulated.reserved

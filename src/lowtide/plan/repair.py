@@ -1,0 +1,110 @@
+"""Make the solver and the simulator agree on a stage: the solver's budget is moved until the simulated one is met.
+
+The solver's model leaves out what the allocator loses, what copies under way occupy, and some of what passes. So what
+it is told is a budget of its own. If the simulated stage is over, the budget is lowered by the excess; if there is
+room, it is raised by the room; between a budget that did and one that did not fit, it is halved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lowtide.plan.problem import StageProblem
+from lowtide.plan.simulation import StageSimulation
+from lowtide.plan.solve import StageSolution, solve_least, solve_stage
+
+__all__ = ["Fitted", "Try", "fit_stage"]
+
+CLOSE = 2e-3
+"""A simulated stage this near to its budget, as a share of it, is near enough."""
+
+
+class Try(NamedTuple):
+    """A solution and what it does when simulated."""
+
+    solution: StageSolution
+    simulated: StageSimulation
+    target: int
+    """The budget that the solver was told."""
+
+
+class Fitted(NamedTuple):
+    """What was found for a stage."""
+
+    best: Try | None
+    """The fastest that fits; None if none was found."""
+    least: Try
+    """The one that takes least memory of those that were simulated."""
+    bound: float
+    """Seconds of a micro batch, by the solver's model: no solution within a budget that did not fit takes less."""
+
+
+def fit_stage(
+    problem: StageProblem,
+    budget: int,
+    simulate: Callable[[StageSolution], StageSimulation],
+    *,
+    offset: int = 0,
+    swap: bool = True,
+    recompute: bool = True,
+    link_share: float = 1.0,
+    rounds: int = 6,
+) -> Fitted:
+    """The fastest counts whose simulated memory is within ``budget``.
+
+    ``offset`` is a guess of how much more than the solver's bytes the simulator will find.
+    """
+    tries: list[Try] = []
+    known: dict[tuple[object, ...], StageSimulation] = {}
+    target = budget - offset
+    low: int | None = None
+    high: int | None = None
+    for _ in range(rounds):
+        solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share)
+        least = solution is None
+        if solution is None:
+            solution = solve_least(problem, swap=swap, recompute=recompute)
+        key = _key(solution)
+        if key not in known:
+            known[key] = simulate(solution)
+        tries.append(Try(solution, known[key], target))
+        room = budget - known[key].reserved
+        if least or (0 <= room < CLOSE * budget) or (room >= 0 and solution.seconds <= problem.seconds):
+            break
+        if room >= 0:
+            low = max(target, target if low is None else low)
+        else:
+            high = min(target, target if high is None else high)
+        if low is not None and high is not None:
+            if high - low < CLOSE * budget / 2:
+                break
+            target = (low + high) // 2
+        else:
+            # If it is over, a little more than that: what the last layer gives up is there again in passing.
+            target += room if room >= 0 else room + room // 8
+    return _fitted(tries, budget)
+
+
+def _fitted(tries: list[Try], budget: int) -> Fitted:
+    fitting = [one for one in tries if one.simulated.reserved <= budget]
+    over = [one for one in tries if one.simulated.reserved > budget]
+    nearest = min(over, key=lambda one: one.target) if over else max(tries, key=lambda one: one.target)
+    return Fitted(
+        min(fitting, key=lambda one: one.simulated.seconds, default=None),
+        min(tries, key=lambda one: one.simulated.reserved),
+        nearest.solution.bound,
+    )
+
+
+def _key(solution: StageSolution) -> tuple[object, ...]:
+    return tuple(
+        (
+            counts.whole,
+            counts.whole_swapped,
+            counts.boundary_swapped,
+            tuple(counts.recomputed.items()),
+            tuple(counts.swapped.items()),
+        )
+        for counts in solution.groups
+    )

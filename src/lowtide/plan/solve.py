@@ -1,0 +1,367 @@
+"""Find the counts of layers for each operator and decision that take least time within a stage's memory.
+
+[Note: counts]
+The unknowns are counts, not layers: of a group of N layers that are alike, how many recompute an operator, how many
+swap it, how many are recomputed as a whole. That loses nothing. Of the layers that are decided by operator, let those
+that come first recompute: layer i recomputes an operator if i is below the operator's count. A storage that must be
+held because operator X is recomputed and its owner O is not is then held in ``max(0, count(X) - count(O))`` layers,
+the fewest that those two counts allow, and exactly what the model charges. So counts that the solver finds can always
+be expanded into layers with the same memory and time, and a bound on counts bounds every choice of layers.
+
+[Note: one stage at a time]
+A stage's memory and its links are its own, and a step is never shorter when one of its stages is slower. So each stage
+is solved alone for the least time, which is the least for the step, and stages that are alike are solved once. Only
+host memory is shared; each rank gets an equal share.
+
+[Note: the bound]
+The bound is HiGHS's own dual bound for the model in :mod:`lowtide.plan.problem`, times the micro batches. It holds for
+every Policy with these layers in these stages, by the model's bytes and seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.plan.problem import Case, Group, StageProblem
+from lowtide.policy import Recompute, Swap
+
+__all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "solve_stage"]
+
+GAP = 1e-4
+"""The gap at which HiGHS stops, relative to the time of a micro batch."""
+LIMIT = 10.0
+"""Seconds after which HiGHS stops with the best that it has; the gap then says how good that is."""
+_MIB = 1 << 20
+_MILLI = 1e-3
+_PREFER_KEEP = 1e-3
+"""A swap is charged this share of its link time: of two choices that take the same time, the one that moves less."""
+
+
+class GroupCounts(NamedTuple):
+    """What the layers of a group do."""
+
+    group: Group
+    whole: int
+    """Layers that are recomputed as a whole and keep their input."""
+    whole_swapped: int
+    """Layers that are recomputed as a whole and swap their input."""
+    recomputed: Mapping[str, int]
+    """For operators: in how many of the other layers they are recomputed."""
+    swapped: Mapping[str, int]
+    """For operators: in how many of the other layers they are swapped."""
+    boundary_swapped: int
+    """In how many of the other layers the input is swapped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSolution:
+    """The best counts of a stage."""
+
+    groups: tuple[GroupCounts, ...]
+    seconds: float
+    """One micro batch, by the model."""
+    bound: float
+    """No counts that fit take less, by the model."""
+    memory: int
+    """The most that is in use, by the model."""
+    moved: int
+    """Bytes that one micro batch copies out."""
+
+
+def solve_stage(
+    problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True, link_share: float = 1.0
+) -> StageSolution | None:
+    """The fastest counts within ``budget`` bytes, or None if nothing fits.
+
+    Swaps may take ``link_share`` of the time that copies can pass in.
+    """
+    model = _Model()
+    most = model.variable(0, budget / _MIB)
+    stage = _Stage(problem, model, most, swap=swap, recompute=recompute, link_share=link_share)
+    for variable, cost in stage.extra_seconds():
+        model.cost[variable] = model.cost.get(variable, 0.0) + cost / _MILLI
+    constant = problem.seconds / _MILLI
+    model.cost[model.variable(1, 1)] = constant  # so that the gap is one of the whole time
+    values = model.solve()
+    return None if values is None else stage.solution(values, model.bound * _MILLI)
+
+
+def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = True) -> StageSolution:
+    """The counts that need least memory; of those, nearly the fastest."""
+    model = _Model()
+    most = model.variable(0, float("inf"), cost=1.0)
+    stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
+    for variable, cost in stage.extra_seconds():
+        model.cost[variable] = 1e-6 * cost / max(problem.seconds, 1e-12)
+    values = model.solve()
+    assert values is not None  # the budget is free
+    return stage.solution(values, problem.seconds)
+
+
+def relaxed_seconds(problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True) -> float | None:
+    """One micro batch's seconds within ``budget`` if counts could be fractions: quick, and never too high."""
+    model = _Model()
+    most = model.variable(0, budget / _MIB)
+    stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
+    for variable, cost in stage.extra_seconds():
+        model.cost[variable] = model.cost.get(variable, 0.0) + cost / _MILLI
+    model.integer = [0] * len(model.integer)
+    return None if model.solve() is None else problem.seconds + model.bound * _MILLI
+
+
+class _Unknowns(NamedTuple):
+    """The variables of a group."""
+
+    whole: int
+    whole_swapped: int
+    recomputed: dict[int, int]
+    """By the operator's place."""
+    swapped: dict[int, int]
+    held: dict[int, int]
+    """By the input's place: in how many layers it is held for a rebuild."""
+    boundary_swapped: int
+
+
+class _Stage:
+    """The variables and rows of a stage."""
+
+    def __init__(
+        self, problem: StageProblem, model: _Model, most: int, *, swap: bool, recompute: bool, link_share: float = 1.0
+    ) -> None:
+        self.problem, self.model, self.most = problem, model, most
+        self.again: dict[int, dict[int, float]] = {}
+        self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
+        for case in problem.cases:
+            self._fits(case)
+        self._links(link_share)
+
+    def extra_seconds(self) -> Iterable[tuple[int, float]]:
+        """What each count adds to the time of a micro batch."""
+        rate = _PREFER_KEEP / self.problem.link_out
+        for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
+            cost = group.cost
+            yield unknowns.whole, cost.forward
+            # A repeated forward wants its input at once: nothing hides this copy back.
+            yield unknowns.whole_swapped, cost.forward + cost.given / self.problem.link_in
+            yield unknowns.boundary_swapped, rate * cost.boundary
+            for place, variable in unknowns.recomputed.items():
+                yield variable, cost.operators[place].seconds
+            for place, variable in unknowns.swapped.items():
+                yield variable, rate * cost.operators[place].held
+
+    def solution(self, values: list[float], bound: float) -> StageSolution:
+        """The counts that were found."""
+        found, seconds, moved = [], self.problem.seconds, 0
+        for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
+            operators = group.cost.operators
+            counts = GroupCounts(
+                group,
+                round(values[unknowns.whole]),
+                round(values[unknowns.whole_swapped]),
+                {operators[place].name: round(values[one]) for place, one in unknowns.recomputed.items()},
+                {operators[place].name: round(values[one]) for place, one in unknowns.swapped.items()},
+                round(values[unknowns.boundary_swapped]),
+            )
+            found.append(counts)
+            seconds += (counts.whole + counts.whole_swapped) * group.cost.forward
+            seconds += counts.whole_swapped * group.cost.given / self.problem.link_in
+            seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
+            moved += counts.whole_swapped * group.cost.given + counts.boundary_swapped * group.cost.boundary
+            moved += sum(one.held * counts.swapped.get(one.name, 0) for one in operators)
+        memory = max(self._memory(case, values) for case in self.problem.cases)
+        return StageSolution(
+            groups=tuple(found), seconds=seconds, bound=min(bound, seconds), memory=round(memory * _MIB), moved=moved
+        )
+
+    def _group(self, group: Group, swap: bool, recompute: bool) -> _Unknowns:
+        model, cost, count = self.model, group.cost, len(group.layers)
+        by_operator = 0 if group.pinned_whole else count
+        whole_at_least = count if group.pinned_whole else 0
+        can_whole = (recompute and not group.pinned) or group.pinned_whole
+        whole = model.variable(0, count if can_whole else 0, integer=True)
+        can_swap_input = swap or group.pinned_boundary
+        whole_swapped = model.variable(0, count if can_whole and can_swap_input else 0, integer=True)
+        model.row({whole: 1, whole_swapped: 1}, whole_at_least, count)
+        boundary = model.variable(0, by_operator if can_swap_input and cost.boundary else 0, integer=True)
+        model.row({boundary: 1, whole: 1, whole_swapped: 1}, 0, count)
+        if group.pinned_boundary and (cost.boundary or group.pinned_whole):
+            model.row({boundary: 1, whole_swapped: 1}, count, count)
+        read = {place for one in cost.inputs for place in (*one.readers, one.owner) if place is not None}
+        recomputed: dict[int, int] = {}
+        swapped: dict[int, int] = {}
+        for place, one in enumerate(cost.operators):
+            pinned = group.pinned.get(one.name)
+            useful = one.repeatable and (one.held > 0 or place in read)
+            if isinstance(pinned, Recompute) or (recompute and useful and pinned is None):
+                at_least = by_operator if isinstance(pinned, Recompute) else 0
+                recomputed[place] = model.variable(at_least, by_operator, integer=True)
+            if one.held and (isinstance(pinned, Swap) or (swap and pinned is None)):
+                at_least = by_operator if isinstance(pinned, Swap) else 0
+                swapped[place] = model.variable(at_least, by_operator, integer=True)
+            together = {table[place]: 1.0 for table in (recomputed, swapped) if place in table}
+            if together and can_whole:
+                model.row({**together, whole: 1, whole_swapped: 1}, 0, count)
+            elif len(together) > 1:
+                model.row(together, 0, count)
+        held: dict[int, int] = {}
+        for number, storage in enumerate(cost.inputs):
+            reading = [recomputed[place] for place in storage.readers if place in recomputed]
+            if not reading:
+                continue
+            held[number] = model.variable(0, by_operator)
+            for reader in reading:
+                row = {held[number]: 1.0, reader: -1.0}
+                if storage.owner in recomputed:
+                    row[recomputed[storage.owner]] = row.get(recomputed[storage.owner], 0.0) + 1.0
+                model.row(row, 0, float("inf"))
+        return _Unknowns(whole, whole_swapped, recomputed, swapped, held, boundary)
+
+    def _held(self, place: int, *, by_operator_only: bool = False) -> tuple[dict[int, float], float]:
+        """What the layers of a group hold of one micro batch, in MiB: by variable, and beside them."""
+        group, unknowns = self.problem.groups[place], self.unknowns[place]
+        cost, count = group.cost, len(group.layers)
+        alone = cost.given if not by_operator_only else 0
+        terms = {unknowns.whole: alone - cost.saved, unknowns.whole_swapped: -cost.saved}
+        terms[unknowns.boundary_swapped] = -cost.boundary
+        for table in (unknowns.recomputed, unknowns.swapped):
+            for operator, variable in table.items():
+                terms[variable] = -cost.operators[operator].held
+        for number, variable in unknowns.held.items():
+            terms[variable] = cost.inputs[number].size
+        return {variable: bytes_ / _MIB for variable, bytes_ in terms.items()}, cost.saved * count / _MIB
+
+    def _case(self, case: Case) -> tuple[dict[int, float], float]:
+        terms: dict[int, float] = {}
+        beside = (case.base + case.passing) / _MIB
+        for place, group in enumerate(self.problem.groups):
+            held, constant = self._held(place)
+            times = case.in_flight[group.chunk]
+            beside += times * constant
+            for variable, bytes_ in held.items():
+                terms[variable] = terms.get(variable, 0.0) + times * bytes_
+        return terms, beside
+
+    def _fits(self, case: Case) -> None:
+        terms, beside = self._case(case)
+        again = self._there_again(case) if case.rebuilding else {}
+        self.model.row({**terms, **again, self.most: -1.0}, -float("inf"), -beside)
+        if not case.rebuilding:
+            return
+        # Layers that are recomputed as a whole come first in their chunk. When backward reaches them, what the others
+        # held is gone and their gradients are there; now a whole layer's activations are there in passing.
+        running = [place for place, group in enumerate(self.problem.groups) if group.chunk == case.running]
+        for place in running:
+            group, unknowns = self.problem.groups[place], self.unknowns[place]
+            chosen = self.model.variable(0, 1, integer=True)
+            count = len(group.layers)
+            self.model.row({unknowns.whole: 1, unknowns.whole_swapped: 1, chosen: -count}, -float("inf"), 0)
+            row, constant = dict(terms), beside - case.passing / _MIB
+            row[chosen] = group.cost.passing_whole / _MIB
+            for other in running:
+                gone, beside_them = self._held(other, by_operator_only=True)
+                constant -= beside_them
+                for variable, bytes_ in gone.items():
+                    row[variable] = row.get(variable, 0.0) - bytes_
+            self.model.row({**row, self.most: -1.0}, -float("inf"), -constant)
+
+    def _there_again(self, case: Case) -> dict[int, float]:
+        """What every layer of the chunk's last group gives up: it is there once more when the last layer begins."""
+        running = [place for place, group in enumerate(self.problem.groups) if group.chunk == case.running]
+        if not running:
+            return {}
+        last = max(running, key=lambda place: self.problem.groups[place].layers[-1])
+        if last not in self.again:
+            group, unknowns = self.problem.groups[last], self.unknowns[last]
+            self.again[last] = {}
+            for place, one in enumerate(group.cost.operators):
+                row = {table[place]: -1.0 for table in (unknowns.recomputed, unknowns.swapped) if place in table}
+                if not row or not one.held:
+                    continue
+                variable = self.model.variable(0, 1)
+                row |= {unknowns.whole: -1.0, unknowns.whole_swapped: -1.0, variable: 1.0}
+                self.model.row(row, 1.0 - len(group.layers), float("inf"))
+                self.again[last][variable] = one.held / _MIB
+        return self.again[last]
+
+    def _memory(self, case: Case, values: list[float]) -> float:
+        terms, beside = self._case(case)
+        terms = {**terms, **(self._there_again(case) if case.rebuilding else {})}
+        return beside + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
+
+    def _links(self, share: float) -> None:
+        """Copies pass while the stage computes: out in forward, back in backward, or in both if another micro batch
+        runs meanwhile. And what is out is on the host."""
+        problem = self.problem
+        window_out = share * (problem.seconds if problem.overlap else problem.forward)
+        window_in = share * (problem.seconds if problem.overlap else problem.backward)
+        out: dict[int, float] = {}
+        back: dict[int, float] = {}
+        hosts: list[dict[int, float]] = [{} for _ in problem.cases]
+        for group, unknowns in zip(problem.groups, self.unknowns, strict=True):
+            moved = {unknowns.whole_swapped: (group.cost.given, 1)}
+            moved[unknowns.boundary_swapped] = (group.cost.boundary, 1)
+            for place, variable in unknowns.swapped.items():
+                moved[variable] = (group.cost.operators[place].held, group.cost.operators[place].copies)
+            for variable, (bytes_, copies) in moved.items():
+                out[variable] = (bytes_ / problem.link_out + copies * problem.copy_latency) / _MILLI
+                back[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
+                for host, case in zip(hosts, problem.cases, strict=True):
+                    host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB
+        self.model.row(out, -float("inf"), window_out / _MILLI)
+        self.model.row(back, -float("inf"), window_in / _MILLI)
+        for host in hosts:
+            self.model.row(host, -float("inf"), problem.host / _MIB)
+
+
+class _Model:
+    """A mixed-integer linear program, written down row by row."""
+
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[int] = []
+        self.cost: dict[int, float] = {}
+        self.rows: list[tuple[Mapping[int, float], float, float]] = []
+        self.bound = 0.0
+
+    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(int(integer))
+        if cost:
+            self.cost[len(self.lower) - 1] = cost
+        return len(self.lower) - 1
+
+    def row(self, terms: Mapping[int, float], lower: float, upper: float) -> None:
+        self.rows.append((terms, lower, upper))
+
+    def solve(self) -> list[float] | None:
+        """The best values; None if there are none."""
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+        from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+        numbers = [
+            (row, variable, value) for row, (terms, _, _) in enumerate(self.rows) for variable, value in terms.items()
+        ]
+        places = ([one[0] for one in numbers], [one[1] for one in numbers])
+        matrix = csr_array(([one[2] for one in numbers], places), shape=(len(self.rows), len(self.lower)))
+        cost = np.zeros(len(self.lower))
+        for variable, value in self.cost.items():
+            cost[variable] = value
+        result = milp(
+            cost,
+            integrality=np.array(self.integer),
+            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
+            constraints=LinearConstraint(
+                matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
+            ),
+            options={"mip_rel_gap": GAP, "time_limit": LIMIT},
+        )
+        if result.x is None:
+            return None
+        dual = result.mip_dual_bound
+        self.bound = float(result.fun if dual is None else dual)
+        return [float(value) for value in result.x]
