@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,7 @@ from lowtide.report.words import (
 )
 from lowtide.units import format_bytes, format_seconds
 
-__all__ = ["print_explanation", "print_plan"]
+__all__ = ["explanation_as_json", "print_explanation", "print_plan"]
 
 _LARGEST = 6
 """Rows of the table of what the peak is made of."""
@@ -59,6 +60,43 @@ def print_explanation(plan: Plan, console: Console) -> None:
     _print_advice(plan, console)
     for note in plan.notes:
         console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+
+
+def explanation_as_json(plan: Plan) -> dict[str, Any]:
+    """The explanation as plain JSON values."""
+    stage, best = fullest(plan), recommended(plan)
+    return {
+        "headline": headline(plan),
+        "fits": plan.feasible,
+        "budget": plan.budget,
+        "least": plan.least,
+        "reserved": plan.simulation.reserved,
+        "seconds": plan.simulation.seconds,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "peak": {
+            "stage": stage.stage,
+            "bytes": stage.peak,
+            "at": stage.peak_at._asdict() if stage.peak_at is not None else None,
+            "made_of": shares_by_kind(stage.shares),
+            "largest": [
+                {"what": what, "operator": operator, "layers": list(layers), "bytes": size}
+                for what, operator, layers, size in shares_by_operator(stage.shares)
+            ],
+        },
+        "ways": [
+            {
+                "name": option.name,
+                "reserved": option.simulation.reserved,
+                "seconds": option.simulation.seconds,
+                "fits": option.fits,
+                "how": option.how,
+                "recommended": option is best,
+            }
+            for option in plan.options
+        ],
+        "notes": list(plan.notes),
+    }
 
 
 def _print_headline(plan: Plan, console: Console) -> None:
