@@ -31,8 +31,8 @@ __all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "so
 
 GAP = 5e-4
 """The gap at which HiGHS stops, relative to the time of a micro batch."""
-LIMIT = 2.0
-"""Seconds after which HiGHS stops with the best that it has; the gap then says how good that is."""
+NODES = 1000
+"""Branches after which HiGHS stops with the best that it has. Not seconds: the same question has the same answer."""
 _MIB = 1 << 20
 _MILLI = 1e-3
 _PREFER_KEEP = 1e-3
@@ -75,7 +75,7 @@ def solve_stage(
 ) -> StageSolution | None:
     """The fastest counts within ``budget`` bytes, or None if nothing fits.
 
-    Swaps may take ``link_share`` of the time that copies can pass in.
+    Swaps may take ``link_share`` of the time that copies can pass in; for what takes longer the computation waits.
     """
     model = _Model()
     most = model.variable(0, budget / _MIB)
@@ -145,11 +145,13 @@ class _Stage:
         self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
         for case in problem.cases:
             self._fits(case)
+        self.waits = (model.variable(0, float("inf")), model.variable(0, float("inf")))
         self._links(link_share)
 
     def extra_seconds(self) -> Iterable[tuple[int, float]]:
         """What each count adds to the time of a micro batch."""
         rate = _PREFER_KEEP / self.problem.link_out
+        yield from ((waiting, _MILLI) for waiting in self.waits)
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             cost = group.cost
             yield unknowns.whole, cost.again
@@ -181,6 +183,7 @@ class _Stage:
             seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
             moved += counts.whole_swapped * group.cost.given + counts.boundary_swapped * group.cost.boundary
             moved += sum(one.held * counts.swapped.get(one.name, 0) for one in operators)
+        seconds += sum(values[waiting] for waiting in self.waits) * _MILLI
         memory = max(self._memory(case, values) for case in self.problem.cases)
         return StageSolution(
             groups=tuple(found), seconds=seconds, bound=min(bound, seconds), memory=round(memory * _MIB), moved=moved
@@ -318,7 +321,7 @@ class _Stage:
 
     def _links(self, share: float) -> None:
         """Copies pass while the stage computes: out in forward, back in backward, or in both if another micro batch
-        runs meanwhile. And what is out is on the host."""
+        runs meanwhile. For what takes longer the computation waits. And what is out is on the host."""
         problem = self.problem
         window_out = share * (problem.seconds if problem.overlap else problem.forward)
         window_in = share * (problem.seconds if problem.overlap else problem.backward)
@@ -335,8 +338,8 @@ class _Stage:
                 back[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
                 for host, case in zip(hosts, problem.cases, strict=True):
                     host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB
-        self.model.row(out, -float("inf"), window_out / _MILLI)
-        self.model.row(back, -float("inf"), window_in / _MILLI)
+        for link, window, waiting in ((out, window_out, self.waits[0]), (back, window_in, self.waits[1])):
+            self.model.row({**link, waiting: -1.0}, -float("inf"), window / _MILLI)
         for host in hosts:
             self.model.row(host, -float("inf"), problem.host / _MIB)
 
@@ -384,7 +387,7 @@ class _Model:
             constraints=LinearConstraint(
                 matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
             ),
-            options={"mip_rel_gap": GAP, "time_limit": LIMIT},
+            options={"mip_rel_gap": GAP, "node_limit": NODES},
         )
         if result.x is None:
             return None
