@@ -24,15 +24,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lowtide.plan.linear_program import LinearProgram
 from lowtide.plan.problem import Case, Group, StageProblem
 from lowtide.policy import Recompute, Swap
 
 __all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "solve_stage"]
 
-GAP = 5e-4
-"""The gap at which HiGHS stops, relative to the time of a micro batch."""
-NODES = 1000
-"""Branches after which HiGHS stops with the best that it has. Not seconds: the same question has the same answer."""
 _MIB = 1 << 20
 _MILLI = 1e-3
 _PREFER_KEEP = 1e-3
@@ -77,7 +74,7 @@ def solve_stage(
 
     Swaps may take ``link_share`` of the time that copies can pass in; for what takes longer the computation waits.
     """
-    model = _Model()
+    model = LinearProgram()
     most = model.variable(0, budget / _MIB)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute, link_share=link_share)
     for variable, cost in stage.extra_seconds():
@@ -92,7 +89,7 @@ def solve_stage(
 
 def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = True) -> StageSolution:
     """The counts that need least memory; of those, nearly the fastest."""
-    model = _Model()
+    model = LinearProgram()
     most = model.variable(0, float("inf"), cost=1.0)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
     for variable, cost in stage.extra_seconds():
@@ -104,7 +101,7 @@ def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = T
 
 def relaxed_seconds(problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True) -> float | None:
     """One micro batch's seconds within ``budget`` if counts could be fractions: quick, and never too high."""
-    model = _Model()
+    model = LinearProgram()
     most = model.variable(0, budget / _MIB)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
     for variable, cost in stage.extra_seconds():
@@ -137,7 +134,14 @@ class _Stage:
     """The variables and rows of a stage."""
 
     def __init__(
-        self, problem: StageProblem, model: _Model, most: int, *, swap: bool, recompute: bool, link_share: float = 1.0
+        self,
+        problem: StageProblem,
+        model: LinearProgram,
+        most: int,
+        *,
+        swap: bool,
+        recompute: bool,
+        link_share: float = 1.0,
     ) -> None:
         self.problem, self.model, self.most = problem, model, most
         self.again: dict[int, dict[int, tuple[tuple[int, ...], float]]] = {}
@@ -342,55 +346,3 @@ class _Stage:
             self.model.row({**link, waiting: -1.0}, -float("inf"), window / _MILLI)
         for host in hosts:
             self.model.row(host, -float("inf"), problem.host / _MIB)
-
-
-class _Model:
-    """A mixed-integer linear program, written down row by row."""
-
-    def __init__(self) -> None:
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[int] = []
-        self.cost: dict[int, float] = {}
-        self.rows: list[tuple[Mapping[int, float], float, float]] = []
-        self.bound = 0.0
-
-    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> int:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.integer.append(int(integer))
-        if cost:
-            self.cost[len(self.lower) - 1] = cost
-        return len(self.lower) - 1
-
-    def row(self, terms: Mapping[int, float], lower: float, upper: float) -> None:
-        self.rows.append((terms, lower, upper))
-
-    def solve(self) -> list[float] | None:
-        """The best values; None if there are none."""
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-        from scipy.sparse import csr_array  # type: ignore[import-untyped]
-
-        numbers = [
-            (row, variable, value) for row, (terms, _, _) in enumerate(self.rows) for variable, value in terms.items()
-        ]
-        places = ([one[0] for one in numbers], [one[1] for one in numbers])
-        matrix = csr_array(([one[2] for one in numbers], places), shape=(len(self.rows), len(self.lower)))
-        cost = np.zeros(len(self.lower))
-        for variable, value in self.cost.items():
-            cost[variable] = value
-        result = milp(
-            cost,
-            integrality=np.array(self.integer),
-            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
-            constraints=LinearConstraint(
-                matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
-            ),
-            options={"mip_rel_gap": GAP, "node_limit": NODES},
-        )
-        if result.x is None:
-            return None
-        dual = result.mip_dual_bound
-        self.bound = float(result.fun if dual is None else dual)
-        return [float(value) for value in result.x]
