@@ -132,9 +132,7 @@ class _Search:
 
     def option(self, name: str, policy: Policy, how: str = "") -> Option:
         simulation = self.simulate(policy)
-        return Option(
-            name=name, policy=policy, simulation=simulation, fits=simulation.reserved <= self.budget, how=how
-        )
+        return Option(name=name, policy=policy, simulation=simulation, fits=simulation.reserved <= self.budget, how=how)
 
     def simple(self, *, swap: bool, recompute: bool) -> list[Option]:
         """The simple ways to run, simulated; the first keeps everything that is not fixed."""
