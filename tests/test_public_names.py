@@ -27,6 +27,7 @@ NAMES = [
     "Operator",
     "Pattern",
     "PatternError",
+    "Plan",
     "PlanError",
     "Policy",
     "PolicyError",
@@ -38,6 +39,7 @@ NAMES = [
     "RunDirectoryError",
     "Swap",
     "SwapError",
+    "Trace",
     "TraceError",
     "UnitError",
     "UnmatchedError",
@@ -45,6 +47,7 @@ NAMES = [
     "VerificationError",
     "apply",
     "load_policy",
+    "plan",
     "resolve",
     "verify",
 ]

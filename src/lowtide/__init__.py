@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         UnmatchedError,
         VerificationError,
     )
+    from lowtide.plan.call import plan
+    from lowtide.plan.plan import Plan
     from lowtide.policy import (
         Catalogue,
         CommRule,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.limits import Limits
     from lowtide.runtime.receipt import Receipt
     from lowtide.runtime.verify import Verification, verify
+    from lowtide.trace.trace import Trace
 
 __version__ = "0.1.0.dev0"
 
@@ -67,6 +70,7 @@ __all__ = [
     "Operator",
     "Pattern",
     "PatternError",
+    "Plan",
     "PlanError",
     "Policy",
     "PolicyError",
@@ -78,6 +82,7 @@ __all__ = [
     "RunDirectoryError",
     "Swap",
     "SwapError",
+    "Trace",
     "TraceError",
     "UnitError",
     "UnmatchedError",
@@ -85,6 +90,7 @@ __all__ = [
     "VerificationError",
     "apply",
     "load_policy",
+    "plan",
     "resolve",
     "verify",
 ]
@@ -93,10 +99,13 @@ __all__ = [
 _MODULES = {
     "Handle": "lowtide.runtime.apply",
     "Limits": "lowtide.runtime.limits",
+    "Plan": "lowtide.plan.plan",
     "Receipt": "lowtide.runtime.receipt",
+    "Trace": "lowtide.trace.trace",
     "Verification": "lowtide.runtime.verify",
     "apply": "lowtide.runtime.apply",
     "load_policy": "lowtide.config.check",
+    "plan": "lowtide.plan.call",
     "verify": "lowtide.runtime.verify",
 }
 

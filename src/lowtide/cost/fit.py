@@ -10,6 +10,7 @@ memory that any kind reached, F follows from the matrix product's two rates, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from lowtide.cost.kernel import kernel_class
@@ -62,13 +63,9 @@ def fit(samples: Iterable[Sample], latency: float) -> Fit | None:
     best = max(efficiency.values())
     efficiency = {kind: share / best for kind, share in efficiency.items()}
     for name in ("matmul", "attention", "memory"):
-        members = [
-            (efficiency[kind], sum(seconds for _, seconds in shares))
-            for kind, shares in by_kind.items()
-            if kernel_class(kind) == name
-        ]
+        members = [share for kind, share in efficiency.items() if kind in by_kind and kernel_class(kind) == name]
         if members:
-            efficiency[name] = _weighted_median(members)
+            efficiency[name] = median(members)
     return Fit({dtype: rate * best for dtype, rate in flops.items()}, bandwidth * best, efficiency)
 
 

@@ -19,7 +19,7 @@ from lowtide.plan.planned import planned_operators
 from lowtide.plan.problem import StageProblem, stage_problems
 from lowtide.plan.repair import Fitted, Try, fit_stage
 from lowtide.plan.schedule import Action, replay
-from lowtide.plan.simple import NOTHING, simple_policies
+from lowtide.plan.simple import simple_policies
 from lowtide.plan.simulate import simulate
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.solve import StageSolution, relaxed_seconds
@@ -176,14 +176,14 @@ class _Search:
         if best and all(mixed != one.policy for one in options):
             options.append(self.option("swap where it pays, and recompute", mixed, "the Policy, or its YAML"))
         least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted.values(), strict=True)]
-        bounds = [min(one.bound for one in found) for found in zip(*fitted.values(), strict=True)]
-        return _Found(options, self._bound(kept, bounds), self._policy(least))
+        ceilings = [max(one.ceiling for one in found) for found in zip(*fitted.values(), strict=True)]
+        return _Found(options, self._bound(kept, ceilings, swap=swap, recompute=recompute), self._policy(least))
 
     def plan(self, found: _Found, options: list[Option], *, solve_seconds: float, total: float) -> Plan:
         """The fastest option that fits, and everything around it."""
         fitting = [one for one in options if one.fits]
         smallest = self.option("least memory", found.least)
-        least = min((one.simulation.reserved for one in (*options, smallest)))
+        least = min(one.simulation.reserved for one in (*options, smallest))
         if smallest.fits:
             fitting.append(smallest)
         feasible = bool(fitting)
@@ -238,12 +238,18 @@ class _Search:
 
         return replay(self.pipeline, action_seconds).seconds
 
-    def _scaled(self, kept: Simulation, seconds: Sequence[float]) -> float:
-        """The same in the simulator's seconds: what it adds to the kernels is in its step without any recompute."""
-        return self._step(seconds) * kept.seconds / self._step([problem.seconds for problem in self.problems])
+    def _longer(self, kept: Simulation, seconds: Sequence[float]) -> float:
+        """The same in the simulator's seconds: its step without any recompute, and what these stages take longer."""
+        base = self._step([problem.seconds for problem in self.problems])
+        return kept.seconds + self._step(seconds) - base
 
-    def _bound(self, kept: Simulation, bounds: Sequence[float]) -> float:
-        return self._scaled(kept, bounds) if bounds else kept.seconds
+    def _bound(self, kept: Simulation, ceilings: Sequence[int], *, swap: bool, recompute: bool) -> float:
+        """No step is shorter, by the solver's model, for budgets that the simulator found too small."""
+        seconds = [
+            relaxed_seconds(problem, ceiling, swap=swap, recompute=recompute) or problem.seconds
+            for problem, ceiling in zip(self.problems, ceilings, strict=True)
+        ]
+        return self._longer(kept, seconds)
 
     def _curve(self, kept: Simulation, least: int) -> tuple[tuple[int, float], ...]:
         points = []
@@ -252,7 +258,7 @@ class _Search:
             seconds = [relaxed_seconds(problem, budget - self._offset(problem, kept)) for problem in self.problems]
             found = [one for one in seconds if one is not None]
             if len(found) == len(seconds):
-                points.append((budget, self._scaled(kept, found)))
+                points.append((budget, self._longer(kept, found)))
         return tuple(points)
 
     def _notes(self, simulation: Simulation, feasible: bool, least: int) -> tuple[str, ...]:
@@ -273,12 +279,12 @@ class _Search:
         after = {one.name for one in self.trace.after.operators}
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
-                f"the peak is at {moment.operator}, after the layers: no decision for layers lowers what the head and the"
-                " loss need; lowtide.chunked_cross_entropy computes both in pieces"
+                f"the peak is at {moment.operator}, after the layers: no decision for layers lowers what the head and"
+                " the loss need; lowtide.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
-            "the bound is the solver's for its model of bytes and seconds, for these layers in these stages, in units of"
-            " the simulated step without recompute"
+            "the bound is the simulated step without recompute, and what every Policy within a budget that was found"
+            " too small adds to it, by the solver's bytes and seconds and with these layers in these stages"
         )
         return tuple(dict.fromkeys(notes))
 

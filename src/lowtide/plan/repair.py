@@ -36,8 +36,8 @@ class Fitted(NamedTuple):
     """The fastest that fits; None if none was found."""
     least: Try
     """The one that takes least memory of those that were simulated."""
-    bound: float
-    """Seconds of a micro batch, by the solver's model: no solution within a budget that did not fit takes less."""
+    ceiling: int
+    """The smallest budget of the solver's whose solution did not fit; if all did, the largest that it was told."""
 
 
 def fit_stage(
@@ -93,7 +93,7 @@ def _fitted(tries: list[Try], budget: int) -> Fitted:
     return Fitted(
         min(fitting, key=lambda one: one.simulated.seconds, default=None),
         min(tries, key=lambda one: one.simulated.reserved),
-        nearest.solution.bound,
+        nearest.target,
     )
 
 

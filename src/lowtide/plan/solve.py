@@ -29,9 +29,9 @@ from lowtide.policy import Recompute, Swap
 
 __all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "solve_stage"]
 
-GAP = 1e-4
+GAP = 5e-4
 """The gap at which HiGHS stops, relative to the time of a micro batch."""
-LIMIT = 10.0
+LIMIT = 2.0
 """Seconds after which HiGHS stops with the best that it has; the gap then says how good that is."""
 _MIB = 1 << 20
 _MILLI = 1e-3
@@ -85,7 +85,9 @@ def solve_stage(
     constant = problem.seconds / _MILLI
     model.cost[model.variable(1, 1)] = constant  # so that the gap is one of the whole time
     values = model.solve()
-    return None if values is None else stage.solution(values, model.bound * _MILLI)
+    if values is None:
+        return None
+    return stage.solution(values, max(problem.seconds, model.bound * _MILLI - _charged(problem)))
 
 
 def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = True) -> StageSolution:
@@ -108,7 +110,14 @@ def relaxed_seconds(problem: StageProblem, budget: int, *, swap: bool = True, re
     for variable, cost in stage.extra_seconds():
         model.cost[variable] = model.cost.get(variable, 0.0) + cost / _MILLI
     model.integer = [0] * len(model.integer)
-    return None if model.solve() is None else problem.seconds + model.bound * _MILLI
+    if model.solve() is None:
+        return None
+    return max(problem.seconds, problem.seconds + model.bound * _MILLI - _charged(problem))
+
+
+def _charged(problem: StageProblem) -> float:
+    """The most that swaps are charged so that keeping is preferred; it is no time."""
+    return _PREFER_KEEP * (problem.seconds if problem.overlap else problem.forward)
 
 
 class _Unknowns(NamedTuple):
@@ -131,7 +140,8 @@ class _Stage:
         self, problem: StageProblem, model: _Model, most: int, *, swap: bool, recompute: bool, link_share: float = 1.0
     ) -> None:
         self.problem, self.model, self.most = problem, model, most
-        self.again: dict[int, dict[int, float]] = {}
+        self.again: dict[int, dict[int, tuple[tuple[int, ...], float]]] = {}
+        self.again_bytes: dict[int, dict[int, float]] = {}
         self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
         for case in problem.cases:
             self._fits(case)
@@ -142,9 +152,9 @@ class _Stage:
         rate = _PREFER_KEEP / self.problem.link_out
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             cost = group.cost
-            yield unknowns.whole, cost.forward
+            yield unknowns.whole, cost.again
             # A repeated forward wants its input at once: nothing hides this copy back.
-            yield unknowns.whole_swapped, cost.forward + cost.given / self.problem.link_in
+            yield unknowns.whole_swapped, cost.again + cost.given / self.problem.link_in
             yield unknowns.boundary_swapped, rate * cost.boundary
             for place, variable in unknowns.recomputed.items():
                 yield variable, cost.operators[place].seconds
@@ -153,6 +163,7 @@ class _Stage:
 
     def solution(self, values: list[float], bound: float) -> StageSolution:
         """The counts that were found."""
+        values = self._tight(values)
         found, seconds, moved = [], self.problem.seconds, 0
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             operators = group.cost.operators
@@ -165,7 +176,7 @@ class _Stage:
                 round(values[unknowns.boundary_swapped]),
             )
             found.append(counts)
-            seconds += (counts.whole + counts.whole_swapped) * group.cost.forward
+            seconds += (counts.whole + counts.whole_swapped) * group.cost.again
             seconds += counts.whole_swapped * group.cost.given / self.problem.link_in
             seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
             moved += counts.whole_swapped * group.cost.given + counts.boundary_swapped * group.cost.boundary
@@ -174,6 +185,19 @@ class _Stage:
         return StageSolution(
             groups=tuple(found), seconds=seconds, bound=min(bound, seconds), memory=round(memory * _MIB), moved=moved
         )
+
+    def _tight(self, values: list[float]) -> list[float]:
+        """The same counts, whole, and no more beside them than they need."""
+        values = [round(one) if integer else one for one, integer in zip(values, self.model.integer, strict=True)]
+        for place, (group, unknowns) in enumerate(zip(self.problem.groups, self.unknowns, strict=True)):
+            for number, variable in unknowns.held.items():
+                storage = group.cost.inputs[number]
+                owner = unknowns.recomputed.get(storage.owner) if storage.owner is not None else None
+                reading = max(values[unknowns.recomputed[one]] for one in storage.readers if one in unknowns.recomputed)
+                values[variable] = max(0.0, reading - (values[owner] if owner is not None else 0.0))
+            for variable, (needs, at_least) in self.again.get(place, {}).items():
+                values[variable] = max(0.0, at_least + sum(values[one] for one in needs))
+        return values
 
     def _group(self, group: Group, swap: bool, recompute: bool) -> _Unknowns:
         model, cost, count = self.model, group.cost, len(group.layers)
@@ -274,16 +298,18 @@ class _Stage:
         last = max(running, key=lambda place: self.problem.groups[place].layers[-1])
         if last not in self.again:
             group, unknowns = self.problem.groups[last], self.unknowns[last]
-            self.again[last] = {}
+            self.again[last], self.again_bytes[last] = {}, {}
             for place, one in enumerate(group.cost.operators):
-                row = {table[place]: -1.0 for table in (unknowns.recomputed, unknowns.swapped) if place in table}
-                if not row or not one.held:
+                given_up = [table[place] for table in (unknowns.recomputed, unknowns.swapped) if place in table]
+                if not given_up or not one.held:
                     continue
-                variable = self.model.variable(0, 1)
-                row |= {unknowns.whole: -1.0, unknowns.whole_swapped: -1.0, variable: 1.0}
-                self.model.row(row, 1.0 - len(group.layers), float("inf"))
-                self.again[last][variable] = one.held / _MIB
-        return self.again[last]
+                given_up += [unknowns.whole, unknowns.whole_swapped]
+                variable, at_least = self.model.variable(0, 1), 1.0 - len(group.layers)
+                row = {variable: 1.0, **dict.fromkeys(given_up, -1.0)}
+                self.model.row(row, at_least, float("inf"))
+                self.again[last][variable] = tuple(given_up), at_least
+                self.again_bytes[last][variable] = one.held / _MIB
+        return self.again_bytes[last]
 
     def _memory(self, case: Case, values: list[float]) -> float:
         terms, beside = self._case(case)
