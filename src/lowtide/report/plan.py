@@ -20,6 +20,7 @@ from lowtide.report.words import (
     recommended,
     shares_by_kind,
     shares_by_operator,
+    ways,
 )
 from lowtide.units import format_bytes, format_seconds
 
@@ -106,9 +107,9 @@ def _print_headline(plan: Plan, console: Console) -> None:
 
 def _print_stages(plan: Plan, console: Console) -> None:
     """A line a stage; equal neighbours are one line."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     stages = plan.simulation.stages
-    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "on the host")
+    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "host")
     if len(stages) > 1:
         table.add_column("stage")
     for name in names:
@@ -158,10 +159,10 @@ def _print_shares(plan: Plan, console: Console) -> None:
 
 def _options(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "way", "reserved", "against the budget", "step", "against the plan"):
+    for name in ("", "reserved", "the budget", "step", "the plan", "way"):
         table.add_column(name, justify="left" if name in ("", "way") else "right", no_wrap=name != "way")
     best = recommended(plan)
-    for option in sorted(plan.options, key=lambda one: one.simulation.seconds):
+    for option in ways(plan):
         table.add_row(*_option(option, plan, best), style="bold" if option is best else "")
     return table
 
@@ -170,11 +171,11 @@ def _option(option: Option, plan: Plan, best: Option | None) -> Iterator[str]:
     simulation = option.simulation
     spare = plan.budget - simulation.reserved
     yield "->" if option is best else ""
-    yield option.name
     yield format_bytes(simulation.reserved)
     yield f"{format_bytes(spare)} free" if spare >= 0 else f"{format_bytes(-spare)} over"
     yield format_seconds(simulation.seconds)
     yield f"{simulation.seconds / plan.simulation.seconds - 1:+.1%}" if plan.simulation.seconds else ""
+    yield option.name
 
 
 def _print_advice(plan: Plan, console: Console) -> None:
@@ -198,7 +199,10 @@ def _print_advice(plan: Plan, console: Console) -> None:
         for line in best.how.splitlines():
             console.print(Text(f"    {line}"), soft_wrap=True)
         return
-    console.print("  as a Policy: `lowtide plan … -o policy.json`, then `lowtide.apply(model, Policy.from_json(text))`")
+    console.print(
+        "  as a Policy: `lowtide plan … -o policy.json`, then `lowtide.apply(model, Policy.from_json(text))`",
+        soft_wrap=True,
+    )
     if plan.yaml:
         console.print("  as YAML (`lowtide plan … --yaml out.yaml` writes it):")
         for line in plan.yaml.rstrip().splitlines():
