@@ -54,6 +54,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_collective",
     "is_compiled",
+    "is_dynamo_compiling",
     "is_own_output",
     "landed_tensor",
     "multiply_all",
