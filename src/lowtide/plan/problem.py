@@ -5,7 +5,8 @@ A layer is decided in one of two ways. As a whole it is recomputed from its inpu
 each operator is kept, swapped or recomputed:
 
 - what is kept holds the storages that backward asks for;
-- what is swapped holds nothing, and its bytes pass both links once in each micro batch;
+- what is swapped holds nothing, and its bytes pass both links once in each micro batch, in time that the computation
+  leaves, or at the cost of a wait;
 - what is recomputed holds nothing and takes the time of its forward once more. It needs its inputs: those whose owner
   is recomputed too are rebuilt with it, those that backward asks for are there, and others are held for it alone.
 
@@ -78,6 +79,8 @@ class LayerCost:
     """The same where it is recomputed as a whole."""
     forward: float
     """Seconds of its forward."""
+    again: float
+    """Seconds to repeat it as a whole: until the last tensor is saved."""
     backward: float
     """Seconds of its backward."""
     gradients: int
@@ -218,6 +221,7 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
         passing=_passing(part),
         passing_whole=_passing_whole(part),
         forward=sum(time.values()),
+        again=sum(_time_by_operator(part, _until_last_save(part), seconds).values()),
         backward=sum(backward.values()),
         gradients=gradients or sum(part.static.gradients),
         output=part.values[part.output].size if part.output is not None else 0,
@@ -376,6 +380,12 @@ def _time_by_operator(part: Part, events: Sequence[Event], seconds: Seconds) -> 
             kernel = part.kernels[number]
             time[kernel.operator] = time.get(kernel.operator, 0.0) + seconds(kernel)
     return time
+
+
+def _until_last_save(part: Part) -> tuple[Event, ...]:
+    """What a checkpoint repeats of a forward."""
+    saves = [place for place, (what, _) in enumerate(part.forward) if what == "save"]
+    return part.forward[: saves[-1] + 1] if saves else ()
 
 
 def _passing(part: Part, start: int = 0) -> int:
