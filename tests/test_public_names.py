@@ -54,6 +54,17 @@ NAMES = [
 
 COMMANDS = {
     "": ["--version"],
+    "calibrate": [
+        "--device",
+        "--json",
+        "--like",
+        "--micro-batch-size",
+        "--output",
+        "--seconds",
+        "--seq",
+        "-o",
+        "MODEL|TRACE",
+    ],
     "check": [
         "--autocast",
         "--batch",

@@ -33,6 +33,7 @@ from lowtide._torch_private import (
     norms_of,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    resolved_operator,
     saved_operand,
     saved_operands,
     set_grad_enabled,
@@ -272,3 +273,11 @@ def test_modes_and_autocast_are_noticed() -> None:
     with torch.device("cpu"), torch.autocast("cpu"):
         assert function_modes()
         assert is_any_autocast_enabled()
+
+
+def test_an_operators_overload_follows_from_its_arguments() -> None:
+    ones = torch.ones(3, 4)
+    assert resolved_operator("aten::mul", [ones, 2.0], {}) is torch.ops.aten.mul.Tensor
+    assert resolved_operator("aten::sum", [ones, [0], True], {}) is torch.ops.aten.sum.dim_IntList
+    assert resolved_operator("aten::_foreach_add_", [[ones], [ones]], {}) is torch.ops.aten._foreach_add_.List
+    assert resolved_operator("aten::mm", [ones, ones.t()], {}) is torch.ops.aten.mm.default

@@ -54,6 +54,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_collective",
     "is_compiled",
+    "is_dynamo_compiling",
     "is_own_output",
     "landed_tensor",
     "multiply_all",
@@ -61,6 +62,7 @@ __all__ = [
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "resolved_operator",
     "saved_operand",
     "saved_operands",
     "set_grad_enabled",
@@ -266,6 +268,17 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for argument, value in zip(arguments, given, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def resolved_operator(kind: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The operator that a name such as ``aten::add`` means with these arguments; AttributeError if there is none.
+
+    Finding it once is more than convenience: for each overload that does not fit, torch writes the arguments out.
+    """
+    space, _, name = kind.partition("::")
+    overload = torch._C._jit_resolve_packet(kind, *args, **kwargs)
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+    return found
 
 
 AutocastState: TypeAlias = tuple[tuple[str, torch.dtype | None], ...]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from lowtide.cli.calibrate import calibrate
 from lowtide.cli.check import check
 from lowtide.cli.convert import convert
+from lowtide.cli.explain import explain
 from lowtide.cli.operators import operators
+from lowtide.cli.plan import plan
+from lowtide.cli.report import report
 from lowtide.cli.schema import schema
 from lowtide.cli.selftest import selftest
 from lowtide.cli.train import train
@@ -22,9 +26,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.command()(calibrate)
 app.command()(check)
 app.command()(convert)
+app.command()(explain)
 app.command()(operators)
+app.command()(plan)
+app.command()(report)
 app.command()(schema)
 app.command()(selftest)
 app.command()(train)

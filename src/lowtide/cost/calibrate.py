@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lowtide.cost.device import Device
 from lowtide.cost.fit import Sample, fit
-from lowtide.cost.kernel import KernelWork, fingerprint, is_free
+from lowtide.cost.kernel import KernelWork, fingerprint, is_free, kernel_class
 from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.rerun import rerun
 from lowtide.cost.shape import ITEM, TensorShape, read_shape
@@ -21,11 +22,13 @@ from lowtide.cost.stopwatch import DeviceWatch, HostWatch, median_seconds, watch
 
 __all__ = ["Calibration", "calibrate"]
 
-LINK_SIZES = (1 << 12, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of the copies that the links are measured with."""
+LINK_SIZES = (1 << 12, 1 << 24)
+"""Bytes of the copies that a link is measured with."""
 TINY = 16
 """Elements of a kernel that is all latency."""
 ROUNDS = 15
+LONGEST_CALL = {"matmul": 0.4, "attention": 0.1, "memory": 0.02}
+"""Seconds of the clock that a call of the standard set may be expected to take, by class: it stops growing there."""
 TOGETHER = 1 << 28
 """Bytes of arguments that are held at one time: kernels are measured in groups of about that many."""
 
@@ -48,6 +51,8 @@ class _Work(NamedTuple):
     shape: str
     flops: int = 0
     touched: int = 0
+    growth: float | None = None
+    """For one of the standard set, its work as a multiple of that of the one before it; 0 for the first."""
 
     @property
     def key(self) -> str:
@@ -59,15 +64,16 @@ def calibrate(
     kernels: Iterable[KernelWork] = (),
     *,
     like: Device | None = None,
+    standard: bool = True,
     seconds: float = 120.0,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Calibration:
     """Measure a device: links both ways, the time to issue a kernel and of an empty one, and kernels.
 
-    The kernels are those given, such as all of a Trace, whose times go into ``measured``; and always a standard
-    set over sizes and dtypes, which the rates and efficiencies of everything else are fitted to. What one process
-    cannot measure, the interconnect and the network, is taken from ``like``. About ``seconds`` are spent on a device
-    whose clock is noisy, and less on others.
+    The kernels are those given, such as all of a Trace, whose times go into ``measured``; and, if ``standard``, a set
+    over kinds, sizes and dtypes. The rates and efficiencies that estimate everything else are fitted to both. What one
+    process cannot measure, the interconnect and the network, is taken from ``like``. About ``seconds`` are spent on a
+    device whose clock is noisy, and less on others.
 
     ``calibrate(torch.device("cuda"), kernels_of(Trace.load("llama.json"))).device.save("h100.json")``
     """
@@ -77,8 +83,8 @@ def calibrate(
         latency, launch = _latencies(device, watch)
         links = {way: _link(device, watch, way) for way in ("out", "in")}
         given = {one.key: one for one in _distinct(kernels)}
-        standard = {one.key: one for one in _standard(device) if one.key not in given}
-        samples, failed = _measure([*given.values(), *standard.values()], device, watch, seconds, progress)
+        more = [one for one in _standard() if one.key not in given] if standard else []
+        samples, failed = _measure([*given.values(), *more], device, watch, seconds, progress)
     found = fit(samples.values(), latency)
     measured = {key: sample.seconds for key, sample in samples.items()}
     base = like or _unknown(device)
@@ -102,7 +108,7 @@ def calibrate(
         network=base.network,
         launch=launch,
         kernel_latency=latency,
-        copy_latency=max(0.0, (links["out"][0] + links["in"][0]) / 2),
+        copy_latency=(links["out"][0] + links["in"][0]) / 2,
         collective_latency=base.collective_latency,
         devices_per_node=base.devices_per_node if like else max(1, torch.accelerator.device_count()),
         host_memory=_host_memory(),
@@ -122,10 +128,10 @@ def _distinct(kernels: Iterable[KernelWork]) -> Iterator[_Work]:
         yield _Work(one.kind, one.dtype, one.shape, one.flops, one.touched)
 
 
-def _standard(device: torch.device) -> Iterator[_Work]:
-    for kind, dtype, shape in standard_kernels(small=device.type == "cpu"):
+def _standard() -> Iterator[_Work]:
+    for kind, dtype, shape, growth in standard_kernels():
         args, kwargs = read_shape(shape)
-        yield _Work(kind, dtype, shape, kernel_flops(kind, args, kwargs, None))
+        yield _Work(kind, dtype, shape, kernel_flops(kind, args, kwargs, None), growth=growth)
 
 
 def _measure(
@@ -138,24 +144,54 @@ def _measure(
     """Samples by fingerprint, and why others could not be measured."""
     samples: dict[str, Sample] = {}
     failed: dict[str, str] = {}
-    done = 0
-    for group in _groups(work):
-        calls: dict[str, tuple[_Work, Callable[[], Any]]] = {}
-        for one in group:
-            try:
-                call = rerun(one.kind, one.shape, device)
-                result = call()
-            except Exception as error:  # whatever it is, the others can be measured
-                failed[one.key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                continue
-            calls[one.key] = one._replace(touched=one.touched or _touched(one, result)), call
-        share = seconds * len(group) / len(work)
-        found = median_seconds([call for _, call in calls.values()], watch, rounds=ROUNDS, seconds=share)
-        for (key, (one, _)), value in zip(calls.items(), found, strict=True):
+    lasted: dict[tuple[str, str], float] = {}
+    group: dict[str, tuple[_Work, Callable[[], Any]]] = {}
+    held = 0
+
+    def finish(done: int) -> None:
+        share = seconds * len(group) / max(1, len(work))
+        found = median_seconds([call for _, call in group.values()], watch, rounds=ROUNDS, seconds=share)
+        for (key, (one, _)), value in zip(group.items(), found, strict=True):
             samples[key] = Sample(one.kind, one.dtype, one.flops, one.touched, value)
-        done += len(group)
+        group.clear()
         progress("kernels", done, len(work))
+
+    for number, one in enumerate(work):
+        if one.growth:
+            expected = lasted.get((one.kind, one.dtype), 0.0) * one.growth
+            if expected > LONGEST_CALL[kernel_class(one.kind)]:
+                lasted[one.kind, one.dtype] = expected
+                continue
+        try:
+            call = rerun(one.kind, one.shape, device)
+            touched, lasted[one.kind, one.dtype] = _once(one, call, device)
+        except Exception as error:  # whatever it is, the others can be measured
+            failed[one.key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            continue
+        group[one.key] = one._replace(touched=one.touched or touched), call
+        held += _held(one.shape)
+        if held > TOGETHER:
+            finish(number + 1)
+            held = 0
+    finish(len(work))
     return samples, failed
+
+
+def _once(work: _Work, call: Callable[[], Any], device: torch.device) -> tuple[int, float]:
+    """The bytes that a call touches, and its seconds of the clock.
+
+    The first call also loads and compiles: it runs again if it was long.
+    """
+    took = float("inf")
+    for _ in range(2):
+        begin = time.perf_counter()
+        result = call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        took = min(took, time.perf_counter() - begin)
+        if took < min(LONGEST_CALL.values()):
+            break
+    return _touched(work, result), took
 
 
 def _touched(work: _Work, result: Any) -> int:
@@ -172,20 +208,6 @@ def _bytes(one: TensorShape) -> int:
     """Bytes of its elements, those that an expansion repeats counted once."""
     elements = (size for size, stride in zip(one.shape, one.strides, strict=True) if stride or not size)
     return prod(elements) * ITEM.get(one.dtype, 1)
-
-
-def _groups(work: Sequence[_Work]) -> Iterator[list[_Work]]:
-    group: list[_Work] = []
-    held = 0
-    for one in work:
-        size = _held(one.shape)
-        if group and held + size > TOGETHER:
-            yield group
-            group, held = [], 0
-        group.append(one)
-        held += size
-    if group:
-        yield group
 
 
 def _held(shape: str) -> int:
@@ -205,33 +227,30 @@ def _latencies(device: torch.device, watch: DeviceWatch | HostWatch) -> tuple[fl
     """Seconds of an empty kernel, and of issuing one."""
     tiny = torch.ones(TINY, device=device)
     call = tiny.neg
+    call()
     (latency,) = median_seconds([call], watch, rounds=ROUNDS)
     issued = sorted(watch.issued(call, 100) for _ in range(5))[2]
     return latency, issued if issued > 1.05 * latency else 0.0  # it hides behind any kernel
 
 
 def _link(device: torch.device, watch: DeviceWatch | HostWatch, way: str) -> tuple[float, float]:
-    """Latency and bytes per second of a link: the line through the copies' times, by their relative error."""
-    host = torch.zeros(max(LINK_SIZES), dtype=torch.uint8)
+    """Latency and bytes per second of a link, by a small copy and a large one."""
+    small, large = LINK_SIZES
+    host = torch.zeros(large, dtype=torch.uint8)
     if device.type != "cpu":
         host = host.pin_memory()
-    there = torch.zeros(max(LINK_SIZES), dtype=torch.uint8, device=device)
+    there = torch.zeros(large, dtype=torch.uint8, device=device)
     source, destination = (there, host) if way == "out" else (host, there)
 
     def copy_of(size: int) -> Callable[[], Tensor]:
         return lambda: destination[:size].copy_(source[:size], non_blocking=True)
 
-    times = median_seconds([copy_of(size) for size in LINK_SIZES], watch, rounds=ROUNDS)
-    weights = [1 / one**2 for one in times]
-    total = sum(weights)
-    mean_size = sum(weight * size for weight, size in zip(weights, LINK_SIZES, strict=True)) / total
-    mean_time = sum(weight * one for weight, one in zip(weights, times, strict=True)) / total
-    rows = list(zip(weights, LINK_SIZES, times, strict=True))
-    spread = sum(weight * (size - mean_size) ** 2 for weight, size, _ in rows)
-    slope = sum(weight * (size - mean_size) * (one - mean_time) for weight, size, one in rows) / spread
-    if slope <= 0:  # noise; the largest copy says most
-        return times[0], LINK_SIZES[-1] / times[-1]
-    return mean_time - slope * mean_size, 1 / slope
+    calls = [copy_of(small), copy_of(large)]
+    for call in calls:
+        call()
+    short, long = median_seconds(calls, watch, rounds=ROUNDS)
+    rate = (large - small) / max(long - short, 1e-9)
+    return max(0.0, short - small / rate), rate
 
 
 def _name(device: torch.device) -> str:

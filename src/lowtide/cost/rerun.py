@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowtide._torch_private import resolved_operator
 from lowtide.cost.kernels import ATTENTION, attention_arguments
 from lowtide.cost.shape import Name, TensorShape, read_shape
 from lowtide.errors import TraceError
@@ -54,11 +55,10 @@ def rerun(kind: str, shape: str, device: torch.device) -> Callable[[], Any]:
     args, kwargs = arguments_of(kind, shape, device)
     if kind in ATTENTION and not ("for_cpu" in kind and device.type == "cpu"):
         return _attention(kind, args, kwargs)
-    space, _, name = kind.partition("::")
     try:
-        operator = getattr(getattr(torch.ops, space), name)
-    except AttributeError:
-        raise CannotRerunError(f"{kind} is no operator of this torch") from None
+        operator = resolved_operator(kind, args, kwargs)
+    except (AttributeError, RuntimeError) as error:
+        raise CannotRerunError(f"{kind} is no operator of this torch that takes {shape}: {error}") from None
 
     def call() -> Any:
         return operator(*args, **kwargs)

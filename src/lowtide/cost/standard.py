@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from lowtide.cost.shape import SHORT
-
-__all__ = ["standard_kernels"]
+__all__ = ["StandardKernel", "standard_kernels"]
 
 _POINTWISE = {
     "add": "{x},{x}", "add_": "{x},{x}", "sub": "{x},{x}", "mul": "{x},{x}", "mul_": "{x},{x}", "div": "{x},{x}",
@@ -23,7 +22,8 @@ _POINTWISE = {
 _ROWWISE = {
     "sum": "{x},(-1),True", "mean": "{x},(-1),True", "_softmax": "{x},-1,False",
     "_softmax_backward_data": "{x},{x},-1,<torch.{dtype}>", "_log_softmax": "{x},-1,False",
-    "_log_softmax_backward_data": "{x},{x},-1,<torch.{dtype}>", "native_layer_norm": "{x},({w}),{d}[{w}],{d}[{w}],1e-05",
+    "_log_softmax_backward_data": "{x},{x},-1,<torch.{dtype}>",
+    "native_layer_norm": "{x},({w}),{d}[{w}],{d}[{w}],1e-05",
     "_fused_rms_norm": "{x},({w}),{d}[{w}],1e-05",
     "_fused_rms_norm_backward": "{x},{x},({w}),f32[{n},1],{d}[{w}],(True,True)",
     "native_dropout": "{x},0.1,True", "topk": "{x},8", "cumsum": "{x},-1", "embedding": "{x},i64[{n}]",
@@ -35,7 +35,7 @@ _ROWWISE = {
 }  # fmt: skip
 _PRODUCTS = {
     "mm": "{d}[{n},{k}],{d}[{k},{n}]", "addmm": "{d}[{n}],{d}[{n},{k}],{d}[{k},{n}]",
-    "bmm": "{d}[4,{n},{k}],{d}[4,{k},{n}]", "baddbmm": "{d}[4,{n},{n}],{d}[4,{n},{k}],{d}[4,{k},{n}]",
+    "bmm": "{d}[2,{n},{k}],{d}[2,{k},{n}]", "baddbmm": "{d}[2,{n},{n}],{d}[2,{n},{k}],{d}[2,{k},{n}]",
     "_grouped_mm": "{d}[{n},{k}],{d}[4,{k},{n}],i32[4]",
 }  # fmt: skip
 _ATTENTION = {
@@ -44,19 +44,34 @@ _ATTENTION = {
 }
 
 
-def standard_kernels(*, small: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Kind, dtype and shape text of each kernel; ``small`` where the host itself computes."""
-    for dtype in ("float32", "bfloat16"):
-        names = {"d": SHORT[dtype], "dtype": dtype, "other": {"float32": "bfloat16"}.get(dtype, "float32")}
-        for rows, width in ((256, 512), (1024, 1024)) if small else ((512, 512), (2048, 1024)):
-            sizes = {"x": f"{SHORT[dtype]}[{rows},{width}]", "n": rows, "w": width, "v": width + 8}
-            for name, text in {**_POINTWISE, **_ROWWISE}.items():
-                yield f"aten::{name}", dtype, text.format(**names, **sizes)
-        # A thin middle makes a product bound by memory, a wide one by computation.
-        for size, middle in ((512, 16), (256, 256), (512, 512)) if small else ((2048, 16), (512, 512), (1024, 1024)):
-            for name, text in _PRODUCTS.items():
-                yield f"aten::{name}", dtype, text.format(**names, n=size, k=middle)
-        for rows in (128, 512):
-            heads = f"{SHORT[dtype]}[1,4,{rows},64]"
-            for name, text in _ATTENTION.items():
-                yield f"aten::{name}", dtype, text.format(**names, q=heads, n=rows)
+class StandardKernel(NamedTuple):
+    """A kernel of the set."""
+
+    kind: str
+    dtype: str
+    shape: str
+    growth: float
+    """How many times the work of the kernel before it of the same kind and dtype this one has; 0 for the first."""
+
+
+def standard_kernels() -> Iterator[StandardKernel]:
+    """The set; kernels of one kind and dtype come one after the other, growing.
+
+    >>> next(standard_kernels())
+    StandardKernel(kind='aten::add', dtype='float32', shape='f32[512,512],f32[512,512]', growth=0.0)
+    """
+    for dtype, short in (("float32", "f32"), ("bfloat16", "bf16")):
+        names = {"d": short, "dtype": dtype, "other": {"float32": "bfloat16"}.get(dtype, "float32")}
+        for name, text in {**_POINTWISE, **_ROWWISE}.items():
+            for growth, rows, width in ((0.0, 512, 512), (8.0, 2048, 1024), (16.0, 8192, 4096)):
+                sizes = {"x": f"{short}[{rows},{width}]", "n": rows, "w": width, "v": width + 8}
+                yield StandardKernel(f"aten::{name}", dtype, text.format(**names, **sizes), growth)
+        for name, text in _PRODUCTS.items():
+            # A thin middle makes a product bound by memory, a wide one by computation.
+            sides = ((0.0, 2048, 16), (0.0, 512, 512), (8.0, 1024, 1024), (64.0, 4096, 4096))
+            for growth, size, middle in sides:
+                yield StandardKernel(f"aten::{name}", dtype, text.format(**names, n=size, k=middle), growth)
+        for name, text in _ATTENTION.items():
+            for growth, rows in ((0.0, 128), (16.0, 512), (16.0, 2048), (4.0, 4096)):
+                heads = f"{short}[1,4,{rows},64]"
+                yield StandardKernel(f"aten::{name}", dtype, text.format(**names, q=heads, n=rows), growth)

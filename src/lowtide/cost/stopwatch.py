@@ -42,7 +42,7 @@ class DeviceWatch:
         self.begin, self.end = (torch.Event(device, enable_timing=True) for _ in range(2))
 
     def __call__(self, call: Call, repeat: int = 1) -> float:
-        size = SHORTEST
+        size = min(SHORTEST * max(1, repeat // 4), LONGEST)
         while True:
             self.landing[:size].copy_(self.host[:size], non_blocking=True)
             seconds, queued = self._between(call, repeat)
@@ -89,15 +89,14 @@ def median_seconds(
 ) -> list[float]:
     """The median of each call over rounds of all of them, so that a disturbance meets few rounds of each.
 
-    A call shorter than ``shortest`` is repeated in a row until it takes about that long. Two rounds are enough where
+    Each has been called before: the first call also loads, compiles and allocates. A call shorter than ``shortest`` is
+    repeated in a row until it takes about that long. Two rounds are enough where
     they are alike; at least three are run otherwise, and no more once they have taken ``seconds``.
     """
     begin = time.perf_counter()
-    repeats = []
-    for call in calls:
-        call()  # the first call also loads, compiles and allocates
-        repeats.append(max(1, min(20, round(shortest / max(watch(call), 1e-9)))))
-    found: list[list[float]] = [[] for _ in calls]
+    first = [watch(call) for call in calls]
+    repeats = [max(1, min(20, round(shortest / max(one, 1e-9)))) for one in first]
+    found = [[one] if repeat == 1 else [] for one, repeat in zip(first, repeats, strict=True)]
     for number in range(rounds):
         open_calls = [place for place, values in enumerate(found) if not _alike(values)]
         if not open_calls or (number >= 3 and time.perf_counter() - begin > seconds):

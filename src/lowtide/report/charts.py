@@ -14,7 +14,7 @@ from lowtide.plan.plan import Plan
 from lowtide.plan.simulation import StageSimulation
 from lowtide.report.run import Run
 from lowtide.report.thin import MOST_BLOCKS, ROWS, SLICES, Block, blocks, thin_memory, thin_points
-from lowtide.report.words import KINDS, decision_kind, recommended
+from lowtide.report.words import KINDS, decision_kind, recommended, ways
 from lowtide.units import format_bytes, format_seconds
 
 __all__ = [
@@ -204,7 +204,7 @@ def _opacity(one: Block, least: float) -> float:
 def curve_figure(plan: Plan) -> Figure:
     """The fastest step for each budget, and the ways to run as points."""
     best = recommended(plan)
-    points = [(one, one.simulation.reserved, one.simulation.seconds) for one in plan.options]
+    points = [(one, one.simulation.reserved, one.simulation.seconds) for one in ways(plan)]
     memory = byte_scale(max([plan.budget, *(size for _, size, _ in points), *(size for size, _ in plan.curve)]))
     time = time_scale(max([*(at for _, _, at in points), *(at for _, at in plan.curve)], default=0.0))
     curve = sorted(plan.curve)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lowtide.errors import ReportError
 from lowtide.plan.plan import Plan
+from lowtide.plan.simulation import StageSimulation
 from lowtide.report.charts import (
     Figure,
     curve_figure,
@@ -81,16 +82,18 @@ def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figu
         return {"memory": [memory_figure(None, None, run, end)]} if run.memory else {}
     found: dict[str, Figure | list[Figure]] = {}
     stages = plan.simulation.stages
-    end = max([plan.simulation.seconds, *(when for when, _ in (run.memory[-1:] if run is not None else ()))])
     whose = _measured_stage(plan, run)
+    ends = [_end(stage, run if stage.stage == whose else None) or plan.simulation.seconds for stage in stages]
     few = max(len(stages) // 4, 1)  # many stages share the page's size: each has coarser slices
     if any(stage.memory for stage in stages) or (run is not None and run.memory):
         found["memory"] = [
             memory_figure(stage, plan.budget, run if stage.stage == whose else None, end, max(SLICES // few, 150))
-            for stage in stages
+            for stage, end in zip(stages, ends, strict=True)
         ]
     if any(stage.spans for stage in stages):
-        found["lanes"] = [lanes_figure(stage, end, max(MOST_BLOCKS // few, 400)) for stage in stages]
+        found["lanes"] = [
+            lanes_figure(stage, end, max(MOST_BLOCKS // few, 400)) for stage, end in zip(stages, ends, strict=True)
+        ]
     if plan.options or plan.curve:
         found["curve"] = curve_figure(plan)
     if plan.operators:
@@ -98,6 +101,12 @@ def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figu
     found["stage_memory"] = stage_memory_figure(plan)
     found["stage_time"] = stage_time_figure(plan)
     return found
+
+
+def _end(stage: StageSimulation, run: Run | None) -> float:
+    """Where a stage's timeline ends. Several stages are simulated one by one, so each has a clock of its own."""
+    times = [moment.time for moment in stage.memory[-1:]] + [span.start + span.seconds for span in stage.spans]
+    return max([*times, *(when for when, _ in (run.memory[-1:] if run is not None else ()))], default=0.0)
 
 
 def _measured_stage(plan: Plan, run: Run | None) -> int:
@@ -149,10 +158,8 @@ def _sections(
 def _header(plan: Plan | None, run: Run | None) -> str:
     if plan is None:
         assert run is not None
-        return (
-            f'<header><p class="where"><b>lowtide</b> · a run</p><h1>{_unbroken(escape(_run_headline(run)))}</h1></header>\n'
-            + run_figures(run)
-        )
+        title = _unbroken(escape(_run_headline(run)))
+        return f'<header><p class="where"><b>lowtide</b> · a run</p><h1>{title}</h1></header>\n{run_figures(run)}'
     mark = "" if plan.feasible else ' class="no"'
     return (
         f'<header><p class="where"><b>lowtide</b> · {escape(plan.model)} · {escape(layout(plan))}</p>'

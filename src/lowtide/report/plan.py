@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +20,11 @@ from lowtide.report.words import (
     recommended,
     shares_by_kind,
     shares_by_operator,
+    ways,
 )
 from lowtide.units import format_bytes, format_seconds
 
-__all__ = ["print_explanation", "print_plan"]
+__all__ = ["explanation_as_json", "print_explanation", "print_plan"]
 
 _LARGEST = 6
 """Rows of the table of what the peak is made of."""
@@ -61,6 +63,43 @@ def print_explanation(plan: Plan, console: Console) -> None:
         console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
 
 
+def explanation_as_json(plan: Plan) -> dict[str, Any]:
+    """The explanation as plain JSON values."""
+    stage, best = fullest(plan), recommended(plan)
+    return {
+        "headline": headline(plan),
+        "fits": plan.feasible,
+        "budget": plan.budget,
+        "least": plan.least,
+        "reserved": plan.simulation.reserved,
+        "seconds": plan.simulation.seconds,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "peak": {
+            "stage": stage.stage,
+            "bytes": stage.peak,
+            "at": stage.peak_at._asdict() if stage.peak_at is not None else None,
+            "made_of": shares_by_kind(stage.shares),
+            "largest": [
+                {"what": what, "operator": operator, "layers": list(layers), "bytes": size}
+                for what, operator, layers, size in shares_by_operator(stage.shares)
+            ],
+        },
+        "ways": [
+            {
+                "name": option.name,
+                "reserved": option.simulation.reserved,
+                "seconds": option.simulation.seconds,
+                "fits": option.fits,
+                "how": option.how,
+                "recommended": option is best,
+            }
+            for option in plan.options
+        ],
+        "notes": list(plan.notes),
+    }
+
+
 def _print_headline(plan: Plan, console: Console) -> None:
     console.print(Text(headline(plan), style="bold green" if plan.feasible else "bold red"), soft_wrap=True)
     console.print(Text(layout(plan), style="dim"), soft_wrap=True)
@@ -68,9 +107,9 @@ def _print_headline(plan: Plan, console: Console) -> None:
 
 def _print_stages(plan: Plan, console: Console) -> None:
     """A line a stage; equal neighbours are one line."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     stages = plan.simulation.stages
-    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "on the host")
+    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "host")
     if len(stages) > 1:
         table.add_column("stage")
     for name in names:
@@ -120,10 +159,10 @@ def _print_shares(plan: Plan, console: Console) -> None:
 
 def _options(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "way", "reserved", "against the budget", "step", "against the plan"):
+    for name in ("", "reserved", "the budget", "step", "the plan", "way"):
         table.add_column(name, justify="left" if name in ("", "way") else "right", no_wrap=name != "way")
     best = recommended(plan)
-    for option in sorted(plan.options, key=lambda one: one.simulation.seconds):
+    for option in ways(plan):
         table.add_row(*_option(option, plan, best), style="bold" if option is best else "")
     return table
 
@@ -132,11 +171,11 @@ def _option(option: Option, plan: Plan, best: Option | None) -> Iterator[str]:
     simulation = option.simulation
     spare = plan.budget - simulation.reserved
     yield "->" if option is best else ""
-    yield option.name
     yield format_bytes(simulation.reserved)
     yield f"{format_bytes(spare)} free" if spare >= 0 else f"{format_bytes(-spare)} over"
     yield format_seconds(simulation.seconds)
     yield f"{simulation.seconds / plan.simulation.seconds - 1:+.1%}" if plan.simulation.seconds else ""
+    yield option.name
 
 
 def _print_advice(plan: Plan, console: Console) -> None:
@@ -160,7 +199,10 @@ def _print_advice(plan: Plan, console: Console) -> None:
         for line in best.how.splitlines():
             console.print(Text(f"    {line}"), soft_wrap=True)
         return
-    console.print("  as a Policy: `lowtide plan … -o policy.json`, then `lowtide.apply(model, Policy.from_json(text))`")
+    console.print(
+        "  as a Policy: `lowtide plan … -o policy.json`, then `lowtide.apply(model, Policy.from_json(text))`",
+        soft_wrap=True,
+    )
     if plan.yaml:
         console.print("  as YAML (`lowtide plan … --yaml out.yaml` writes it):")
         for line in plan.yaml.rstrip().splitlines():

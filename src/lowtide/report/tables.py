@@ -10,7 +10,7 @@ from lowtide.plan.plan import Option, Plan
 from lowtide.policy import format_layers
 from lowtide.report.run import Run
 from lowtide.report.thin import late_copies
-from lowtide.report.words import fullest, held_by_decision, recommended, shares_by_operator
+from lowtide.report.words import fullest, held_by_decision, recommended, shares_by_operator, ways
 from lowtide.units import format_bytes, format_seconds
 
 __all__ = [
@@ -51,7 +51,8 @@ def key_figures(plan: Plan) -> str:
     if moved:
         on_time = f", {(len(copies) - late) / len(copies):.0%} of copies back in time" if copies else ""
         rows.append(("Swapped in a step", format_bytes(moved), f"{format_bytes(host)} on the host at most{on_time}"))
-        rows.append(("Waiting for copies", format_seconds(slowest.stall), f"{_share(slowest.stall, step)} of the step"))
+        waits = format_seconds(slowest.stall) if slowest.stall else "none"
+        rows.append(("Waiting for copies", waits, f"{_share(slowest.stall, step)} of the step"))
     if len(stages) > 1:
         rows.append(("Pipeline bubble", f"{plan.simulation.bubble:.1%}", "of the step, on the busiest stage"))
     return _figures(rows)
@@ -114,10 +115,7 @@ def _legend(chips: Iterable[tuple[str, str]]) -> str:
 def options_table(plan: Plan) -> str:
     """The ways to run it, the fastest first."""
     best = recommended(plan)
-    rows = "".join(
-        _option(option, plan, option is best)
-        for option in sorted(plan.options, key=lambda option: option.simulation.seconds)
-    )
+    rows = "".join(_option(option, plan, option is best) for option in ways(plan))
     head = _head(("way", ""), ("reserved", "number"), ("budget", "number"), ("step", "number"))
     return f'<div class="scroll"><table class="options">{head}{rows}</table></div>' if rows else ""
 
@@ -231,5 +229,6 @@ def _share(part: float, whole: float) -> str:
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Lines as a list."""
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+    """Sentences as a list."""
+    items = "".join(f"<li>{escape(line[:1].upper() + line[1:])}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if lines else ""

@@ -67,18 +67,22 @@ def thin_points(points: Sequence[tuple[float, int]], slices: int = SLICES) -> li
 
 
 def late_copies(spans: Iterable[Span]) -> set[Span]:
-    """The copies back that the computation waited for: those that ended while, or just when, it stood still."""
+    """The copies back that the computation waited for: it stood still for this tensor until the copy had ended."""
     spans = list(spans)
-    stalls = sorted((span.start, span.start + span.seconds) for span in spans if span.kind == "stall")
-    copies = sorted((span for span in spans if span.kind == "copy back"), key=_end)
-    late: set[Span] = set()
-    place = 0
-    for copy in copies:
-        while place < len(stalls) and stalls[place][1] < _end(copy) * (1 - 1e-9):
-            place += 1
-        if place < len(stalls) and stalls[place][0] < _end(copy):
-            late.add(copy)
-    return late
+    stalls: dict[tuple[int | None, str, int], list[Span]] = {}
+    for span in spans:
+        if span.kind == "stall":
+            stalls.setdefault(_whose(span), []).append(span)
+    return {
+        copy
+        for copy in spans
+        if copy.kind == "copy back"
+        and any(stall.start < _end(copy) <= _end(stall) * (1 + 1e-9) for stall in stalls.get(_whose(copy), ()))
+    }
+
+
+def _whose(span: Span) -> tuple[int | None, str, int]:
+    return span.layer, span.operator, span.micro_batch
 
 
 def blocks(spans: Iterable[Span], seconds: float, most: int = MOST_BLOCKS) -> list[Block]:

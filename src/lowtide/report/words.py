@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from lowtide.plan.plan import Option, Plan
@@ -22,6 +22,7 @@ __all__ = [
     "recommended",
     "shares_by_kind",
     "shares_by_operator",
+    "ways",
 ]
 
 KINDS = ("keep", "recompute", "swap")
@@ -140,7 +141,24 @@ def recommended(plan: Plan) -> Option | None:
     return min(fitting, key=lambda one: (one.simulation.seconds, one.policy.digest != plan.policy.digest), default=None)
 
 
-def and_more(names: Sequence[str], most: int = 3) -> str:
-    """The first few of many names."""
-    few = ", ".join(names[:most])
-    return f"{few} and {len(names) - most} more" if len(names) > most else few
+WELL_KNOWN = ("keep everything", "recompute every layer", "what the file says")
+"""Ways that people compare with, whether they fit or not."""
+MUCH = 1.01
+"""What is not larger by this factor is as good."""
+
+
+def ways(plan: Plan) -> list[Option]:
+    """The options worth showing, the fastest first: the recommended and the well-known ones, and of the others those
+    that fit and that no other one beats in both memory and time. Where nothing fits, the two that need least."""
+    best = recommended(plan)
+    fitting = [one for one in plan.options if one.fits]
+    others = [one for one in fitting if not any(_beats(other, one) for other in fitting)]
+    if not fitting:
+        others = sorted(plan.options, key=lambda one: one.simulation.reserved)[:2]
+    chosen = [one for one in plan.options if one is best or one.name in WELL_KNOWN or one in others]
+    return sorted(chosen, key=lambda one: one.simulation.seconds)
+
+
+def _beats(other: Option, one: Option) -> bool:
+    faster = other.simulation.seconds < one.simulation.seconds
+    return faster and other.simulation.reserved <= one.simulation.reserved * MUCH

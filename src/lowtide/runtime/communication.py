@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lowtide._torch_private import (
     is_collective,
+    is_dynamo_compiling,
     landed_tensor,
     storage_bytes,
     storage_key,
@@ -76,7 +77,7 @@ def recomputed(forward: Function, again: Function) -> Function:
 
     # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
     def whole(*args: Any, **kwargs: Any) -> Any:
-        repeated = forward if torch.compiler.is_compiling() else again
+        repeated = forward if is_dynamo_compiling() else again
         return checkpoint(repeated, *args, use_reentrant=False, **kwargs)
 
     return whole

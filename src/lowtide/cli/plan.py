@@ -1,0 +1,98 @@
+"""``lowtide plan``: the fastest policy that fits a budget, before there is a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.cli.planning import Inputs, Planned, given_text, plan_inputs, takes_inputs
+
+__all__ = ["plan"]
+
+WRITE = "What to write"
+
+
+def _file(*names: str, text: str) -> Any:
+    return typer.Option(*names, metavar="FILE", help=text, show_default=False, rich_help_panel=WRITE)
+
+
+Output = Annotated[Path | None, _file("--output", "-o", text="The Policy, as JSON.")]
+Yaml = Annotated[Path | None, _file("--yaml", text="The Policy, as YAML in the words of the guides.")]
+Html = Annotated[Path | None, _file("--html", text="A report: one page that needs no network.")]
+Perfetto = Annotated[Path | None, _file("--perfetto", text="The simulated step, for ui.perfetto.dev.")]
+TraceOut = Annotated[Path | None, _file("--trace-out", text="The Trace, to plan from again.")]
+Save = Annotated[Path | None, _file("--save", text="The whole plan, as `lowtide report` reads it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.", rich_help_panel=WRITE)]
+
+
+@takes_inputs
+def plan(
+    inputs: Inputs,
+    output: Output = None,
+    yaml: Yaml = None,
+    html: Html = None,
+    perfetto: Perfetto = None,
+    trace_out: TraceOut = None,
+    save: Save = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest Policy that fits a budget of device memory; no device is needed.
+
+    The model is traced with fake tensors, the Policy is solved for and its step is simulated. Prints whether it fits,
+    by how much it does not, and what the plan does. Exit code 0; 1 if nothing fits or something is wrong.
+
+    Example: [bold]lowtide plan llama3-8b --budget 60GiB --device h100 --dp 8 --seq 8192 -o policy.json[/bold]
+    """
+    found = plan_inputs(inputs)
+    if as_json:
+        import json
+
+        from lowtide.plan.plan_file import plan_as_json
+
+        typer.echo(json.dumps(plan_as_json(found.plan)))
+    else:
+        from rich.console import Console
+
+        from lowtide.report.plan import print_plan
+
+        print_plan(found.plan, Console(highlight=False, markup=False, emoji=False))
+    files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
+    for what, file in files.items():
+        if file is not None:
+            _write(what, file, found, inputs.source)
+            typer.echo(f"{what}: written to {file}", err=as_json)
+    if not found.plan.feasible:
+        raise typer.Exit(1)
+
+
+def _write(what: str, file: Path, found: Planned, source: str) -> None:
+    """Write one of the files; prints the error and exits with 1 if that fails."""
+    from lowtide.errors import LowtideError, PlanError
+    from lowtide.plan.plan_file import save_plan
+    from lowtide.report.page import write_page
+    from lowtide.report.perfetto import write_perfetto
+
+    result = found.plan
+    try:
+        if what == "policy":
+            file.write_text(result.policy.to_json(), encoding="utf-8")
+        elif what == "yaml":
+            if not result.yaml:
+                raise PlanError("the grammar of the guides cannot say this Policy; -o writes it as JSON")
+            file.write_text(result.yaml, encoding="utf-8")
+        elif what == "page":
+            write_page(file, result, given=given_text(source))
+        elif what == "perfetto":
+            write_perfetto(result.simulation, file)
+        elif what == "trace":
+            found.traced.trace.save(file)
+        else:
+            save_plan(result, file)
+    except LowtideError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        typer.echo(f"error: {file}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None

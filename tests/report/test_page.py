@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from lowtide.errors import ReportError
+from lowtide.plan.plan import Plan, PlannedOperator
+from lowtide.policy import Keep
+from lowtide.report.page import make_page
+from lowtide.report.run import Run, SettingRow
+from lowtide.report.tables import sections_of
+from plan_cases import llama_plan
+
+SECTIONS = ("memory", "ways", "grid", "stages", "peak", "yaml", "honesty")
+RUN = Run(
+    settings=(SettingRow("feed_forward", "swap(6)", "0-3", 10, 20, 0.1, 0.2, 0.3, ("a <b> note",)),),
+    without_effect=("nothing has no effect",),
+    steps=30,
+    seconds=2.0,
+    peak=22 << 30,
+    memory=((0.0, 13 << 30), (1.0, 22 << 30), (2.0, 13 << 30)),
+)
+
+
+def without_scripts(page: str) -> str:
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def figures(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, flags=re.DOTALL)
+    assert found is not None
+    value: dict[str, Any] = json.loads(found[1])
+    return value
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return llama_plan()
+
+
+def test_a_page_has_every_section_and_every_chart_has_its_data(plan: Plan) -> None:
+    page = make_page(plan)
+    for name in SECTIONS:
+        assert f'id="{name}"' in page
+    drawn = re.findall(r'data-figure="(\w+)"', page)
+    assert sorted(drawn) == sorted(figures(page))
+    assert len(set(drawn)) == 6
+
+
+def test_a_page_asks_no_other_host_for_anything(plan: Plan) -> None:
+    page = make_page(plan, RUN)
+    own = page.replace(re.findall(r"<script>(.{1000000,}?)</script>", page, flags=re.DOTALL)[0], "")
+    assert "http" not in own
+    assert not re.search(r"(src|href)\s*=", own)
+    assert "url(" not in own
+    assert "@import" not in own
+
+
+def test_plotly_is_there_exactly_once(plan: Plan) -> None:
+    scripts = re.findall(r"<script>(.*?)</script>", make_page(plan), flags=re.DOTALL)
+    assert sorted(len(script) > 1_000_000 for script in scripts) == [False, True]
+
+
+def test_tags_are_closed_in_their_order(plan: Plan) -> None:
+    class Checker(HTMLParser):
+        open: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag != "meta":
+                self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    Checker.open = []
+    checker = Checker()
+    checker.feed(without_scripts(make_page(plan, RUN, given="recompute_config: {}\n")))
+    assert checker.open == []
+
+
+def test_names_are_escaped_wherever_they_stand(plan: Plan) -> None:
+    name = "<script>alert(1)</script>"
+    stage = plan.simulation.stages[0]
+    assert stage.peak_at is not None
+    evil = replace(
+        stage,
+        memory=tuple(moment._replace(operator=name) for moment in stage.memory),
+        spans=tuple(span._replace(operator=name) for span in stage.spans),
+        shares=tuple(share._replace(operator=name) for share in stage.shares),
+        peak_at=stage.peak_at._replace(operator=name),
+    )
+    plan = replace(
+        plan,
+        model=name,
+        device=name,
+        notes=(name,),
+        yaml=f"recompute_config: {name}",
+        options=tuple(replace(one, name=f"{one.name} {name}", how=name) for one in plan.options),
+        operators=((PlannedOperator(name, 1, Keep()),),) * 32,
+        simulation=replace(plan.simulation, stages=(evil,)),
+    )
+    row = RUN.settings[0]._replace(setting=name, action=name, notes=(name,))
+    page = make_page(plan, RUN._replace(settings=(row,), without_effect=(name,)), given=f"swap_config: {name}")
+    assert name not in page
+    assert "alert(1)" in page
+
+
+def test_the_headline_of_a_plan_that_does_not_fit_says_so() -> None:
+    page = make_page(llama_plan(8, feasible=False))
+    heading = re.search(r"<h1.*?</h1>", page)
+    assert heading is not None
+    assert 'class="no"' in heading[0]
+    assert "does not fit" in heading[0]
+
+
+def test_planned_and_measured_stand_side_by_side_and_the_error_is_said(plan: Plan) -> None:
+    page = make_page(plan, RUN)
+    names = [trace["name"] for trace in figures(page)["memory"][0]["data"]]
+    assert names == ["planned", "peak", "measured"]
+    assert "The peak was predicted as 22.14 GiB and measured as 22 GiB: +0.6%." in page
+    assert "The step was predicted as 1.928 s and measured as 2 s: -3.6%." in page
+    assert 'id="run"' in page
+
+
+def test_a_page_without_measurements_says_that_nothing_was_measured(plan: Plan) -> None:
+    assert "Nothing on this page was measured on a device." in make_page(plan)
+
+
+def test_a_run_alone_has_a_page_too() -> None:
+    page = make_page(run=RUN)
+    assert "22\N{NO-BREAK SPACE}GiB at the peak" in page
+    assert "a &lt;b&gt; note" in page
+    assert "there is no plan to compare it with" in page
+    assert set(figures(page)) == {"memory"}
+    with pytest.raises(ReportError, match="neither"):
+        make_page()
+
+
+def test_the_hover_names_layer_and_operator_and_the_peak_is_drawn(plan: Plan) -> None:
+    line = figures(make_page(plan))["memory"][0]["data"][0]
+    highest = line["y"].index(max(line["y"]))
+    assert line["text"][highest] == "layer 31 · feed_forward.mul"
+    assert line["y"][highest] == pytest.approx(plan.simulation.peak / 2**30, rel=1e-4)
+
+
+def test_the_grid_has_a_colour_for_each_decision(plan: Plan) -> None:
+    grid = figures(make_page(plan))["grid"]["data"][0]
+    row = dict(zip(grid["y"], grid["z"], strict=True))
+    assert set(row["ffn_norm"]) == {1}
+    assert row["feed_forward.w1"] == [2] * 24 + [0] * 8
+    assert [colour for _, colour in grid["colorscale"]][::2] == ["@keep", "@recompute", "@swap"]
+
+
+def test_every_stage_has_its_pictures_and_the_fullest_is_shown_first() -> None:
+    plan = llama_plan(8, 4, 8)
+    page = make_page(plan)
+    assert len(figures(page)["memory"]) == len(figures(page)["lanes"]) == 4
+    assert re.findall(r"<option( selected)?>stage (\d)", page) == [(" selected", "0"), ("", "1"), ("", "2"), ("", "3")]
+    bars = figures(page)["stage_memory"]["data"]
+    total = [sum(bar["x"][stage] for bar in bars) for stage in range(4)]
+    scale = {"MiB": 2**20, "GiB": 2**30}[figures(page)["stage_memory"]["layout"]["xaxis"]["ticksuffix"].strip()]
+    assert total == pytest.approx([stage.reserved / scale for stage in plan.simulation.stages], rel=1e-3)
+
+
+def test_the_yaml_is_shown_as_a_difference_to_the_file(plan: Plan) -> None:
+    given = "model: llama\nrecompute_config:\n  recompute: true\n# a remark\nrunner_config:\n  epochs: 1\n"
+    page = make_page(plan, given=given)
+    assert '<span class="drop">-  recompute: true</span>' in page
+    assert '<span class="add">+  recompute: false</span>' in page
+    assert "epochs" not in without_scripts(page)
+    assert "The file says this already." in make_page(plan, given=plan.yaml)
+
+
+def test_only_the_sections_that_the_plan_has_are_taken_from_a_file() -> None:
+    text = "a:\n  b: 1\n\n  c: 2\nd: 3\n# e: 4\nswap_config: {}\n"
+    assert sections_of(text, "a: 1\nswap_config: 2\n") == "a:\n  b: 1\n  c: 2\nswap_config: {}"
+
+
+def test_a_large_plan_is_still_a_page_of_a_few_megabytes() -> None:
+    plan = llama_plan(126, 16, 16)
+    assert sum(len(stage.spans) for stage in plan.simulation.stages) > 30_000
+    page = make_page(plan)
+    assert len(page) < 8_000_000
+    for stage, figure in zip(plan.simulation.stages, figures(page)["memory"], strict=True):
+        assert max(figure["data"][0]["y"]) == pytest.approx(stage.peak / 2**30, rel=1e-4)
+
+
+def test_a_plan_without_details_has_a_page_without_their_pictures(plan: Plan) -> None:
+    stage = replace(plan.simulation.stages[0], memory=(), spans=(), shares=(), peak_at=None)
+    bare = replace(
+        plan, simulation=replace(plan.simulation, stages=(stage,)), options=(), curve=(), operators=(), yaml=""
+    )
+    assert set(figures(make_page(bare))) == {"stage_memory", "stage_time"}
+
+
+def test_a_missing_plotly_is_named_with_the_extra(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ReportError, match=r"pip install 'lowtide\[report\]'"):
+        make_page(plan)
