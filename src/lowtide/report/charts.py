@@ -231,7 +231,11 @@ def curve_figure(plan: Plan) -> Figure:
             "x": [_short(size / memory.size) for _, size, _ in points],
             "y": [_short(at / time.size) for _, _, at in points],
             "text": [escape(one.name) for one, _, _ in points],
-            "textposition": ["top right" if size <= middle else "top left" for _, size, _ in points],
+            # Neighbours are written above and below, so that one does not stand on the other.
+            "textposition": [
+                f"{('top', 'bottom')[place % 2]} {'right' if size <= middle else 'left'}"
+                for place, (_, size, _) in enumerate(points)
+            ],
             "hovertemplate": f"%{{text}}<br>%{{x:.2f}} {memory.unit}, %{{y:.2f}} {time.unit} a step<extra></extra>",
             "marker": {
                 "size": [13 if one is best else 9 for one, _, _ in points],

@@ -124,7 +124,7 @@ def _sections(
         yield _section(
             "ways",
             "Ways to run it",
-            "The line is the fastest step for each budget; hollow points do not fit.",
+            "The line is the fastest step for each budget by the solver's model; the points are simulated, hollow ones do not fit.",
             _two(_chart("curve", "step time against memory"), options_table(plan)),
         )
     if plan is not None and "grid" in figures:
@@ -186,6 +186,10 @@ def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list
         first = fullest(plan).stage
         lead = "Bytes in use on the device, as the allocator counts them; the budget is compared with what it reserves."
         if len(stages) > 1:
+            lead += (
+                " Each stage is shown on a clock of its own, with as many micro batches as it takes to fill it; the"
+                " time in which it waits for others is left out."
+            )
             options = "".join(
                 f"<option{' selected' if stage.stage == first else ''}>stage {stage.stage}, "
                 f"{format_bytes(stage.peak)}</option>"
@@ -205,14 +209,15 @@ def _link_sentence(plan: Plan) -> str:
     if not copies:
         return "Nothing is swapped: the link is idle."
     late = sum(len(late_copies(stage.spans)) for stage in plan.simulation.stages)
-    stalled = sum(stage.stall for stage in plan.simulation.stages)
+    stalled = sum(span.seconds for _, span in spans if span.kind == "stall")
     busiest = max(
-        sum(span.seconds for span in stage.spans if span.kind == "copy out") for stage in plan.simulation.stages
+        sum(span.seconds for span in stage.spans if span.kind == "copy out") / (_end(stage, None) or 1.0)
+        for stage in plan.simulation.stages
     )
-    waits = f"{late} kept the computation waiting, {format_seconds(stalled)} in all" if late else "none was waited for"
+    waits = f"it stood still for copies for {format_seconds(stalled)}" if stalled else "it never stood still for a copy"
     return (
-        f"{copies - late} of {copies} copies back were there when they were needed; {waits}."
-        f" The busiest link is sending in {busiest / plan.simulation.seconds:.0%} of the step."
+        f"{copies - late} of {copies} copies back were there when the computation needed them; {waits}."
+        f" The busiest link is sending in {busiest:.0%} of the time."
         " Faint blocks are busy for a part of their length only."
     )
 
