@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from lowtide.cli.calibrate import calibrate
 from lowtide.cli.check import check
 from lowtide.cli.convert import convert
 from lowtide.cli.explain import explain
@@ -25,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.command()(calibrate)
 app.command()(check)
 app.command()(convert)
 app.command()(explain)

@@ -22,8 +22,8 @@ from lowtide.cost.stopwatch import DeviceWatch, HostWatch, median_seconds, watch
 
 __all__ = ["Calibration", "calibrate"]
 
-LINK_SIZES = (1 << 12, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of the copies that the links are measured with."""
+LINK_SIZES = (1 << 12, 1 << 24)
+"""Bytes of the copies that a link is measured with."""
 TINY = 16
 """Elements of a kernel that is all latency."""
 ROUNDS = 15
@@ -108,7 +108,7 @@ def calibrate(
         network=base.network,
         launch=launch,
         kernel_latency=latency,
-        copy_latency=max(0.0, (links["out"][0] + links["in"][0]) / 2),
+        copy_latency=(links["out"][0] + links["in"][0]) / 2,
         collective_latency=base.collective_latency,
         devices_per_node=base.devices_per_node if like else max(1, torch.accelerator.device_count()),
         host_memory=_host_memory(),
@@ -149,7 +149,7 @@ def _measure(
     held = 0
 
     def finish(done: int) -> None:
-        share = seconds * len(group) / len(work)
+        share = seconds * len(group) / max(1, len(work))
         found = median_seconds([call for _, call in group.values()], watch, rounds=ROUNDS, seconds=share)
         for (key, (one, _)), value in zip(group.items(), found, strict=True):
             samples[key] = Sample(one.kind, one.dtype, one.flops, one.touched, value)
@@ -234,28 +234,23 @@ def _latencies(device: torch.device, watch: DeviceWatch | HostWatch) -> tuple[fl
 
 
 def _link(device: torch.device, watch: DeviceWatch | HostWatch, way: str) -> tuple[float, float]:
-    """Latency and bytes per second of a link: the line through the copies' times, by their relative error."""
-    host = torch.zeros(max(LINK_SIZES), dtype=torch.uint8)
+    """Latency and bytes per second of a link, by a small copy and a large one."""
+    small, large = LINK_SIZES
+    host = torch.zeros(large, dtype=torch.uint8)
     if device.type != "cpu":
         host = host.pin_memory()
-    there = torch.zeros(max(LINK_SIZES), dtype=torch.uint8, device=device)
+    there = torch.zeros(large, dtype=torch.uint8, device=device)
     source, destination = (there, host) if way == "out" else (host, there)
 
     def copy_of(size: int) -> Callable[[], Tensor]:
         return lambda: destination[:size].copy_(source[:size], non_blocking=True)
 
-    copy_of(max(LINK_SIZES))()
-    times = median_seconds([copy_of(size) for size in LINK_SIZES], watch, rounds=ROUNDS)
-    weights = [1 / one**2 for one in times]
-    total = sum(weights)
-    mean_size = sum(weight * size for weight, size in zip(weights, LINK_SIZES, strict=True)) / total
-    mean_time = sum(weight * one for weight, one in zip(weights, times, strict=True)) / total
-    rows = list(zip(weights, LINK_SIZES, times, strict=True))
-    spread = sum(weight * (size - mean_size) ** 2 for weight, size, _ in rows)
-    slope = sum(weight * (size - mean_size) * (one - mean_time) for weight, size, one in rows) / spread
-    if slope <= 0:  # noise; the largest copy says most
-        return times[0], LINK_SIZES[-1] / times[-1]
-    return mean_time - slope * mean_size, 1 / slope
+    calls = [copy_of(small), copy_of(large)]
+    for call in calls:
+        call()
+    short, long = median_seconds(calls, watch, rounds=ROUNDS)
+    rate = (large - small) / max(long - short, 1e-9)
+    return max(0.0, short - small / rate), rate
 
 
 def _name(device: torch.device) -> str:

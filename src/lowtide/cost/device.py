@@ -48,7 +48,8 @@ class Device:
     """Memory of a node's host in bytes, which its devices share."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """The share of the peak that kernels reach, by kind (``aten::mm``) or by class: ``matmul``, ``attention``,
-    ``memory``, ``link_out``, ``link_in``, ``collective``. What is missing is 1."""
+    ``memory``, ``link_out``, ``link_in``, ``collective``. What is missing is 1. A kind with FLOPs may have another
+    share of the memory's peak: ``aten::mm|memory``."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Seconds of kernels as they were measured, by ``kind|dtype|shape``."""
     notes: tuple[str, ...] = ()

@@ -2,9 +2,10 @@
 
 [Note: what can be found by measuring]
 A kernel of a kind takes ``latency + max(flops / F, bytes / B) / e``, with the device's peaks F (for each dtype) and B,
-and the kind's efficiency e. No measurement tells a peak from an efficiency: only their products show. What does show is
-the ratio F / B, in a kind that has kernels bound by either, which is the matrix product. So B is the best rate of
-memory that any kind reached, F follows from the matrix product's two rates, and the best kind has an efficiency of 1.
+and the kind's efficiency e. No measurement tells a peak from an efficiency: only their products show. So F is the best
+rate of a matrix product and B that of kernels that only stream through memory, and efficiencies are relative to them.
+Products bound by memory reach another share of B than of F: which, shows in the matrix product, which has kernels
+bound by either, and is taken to be in the same ratio for other kinds that have FLOPs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import NamedTuple
 from lowtide.cost.kernel import kernel_class
 
 __all__ = ["Fit", "Sample", "fit"]
+
+
+STREAMING = ("aten::add", "aten::clone", "aten::copy_", "aten::mul", "aten::silu")
+"""Kinds that only stream through memory, each byte once."""
 
 
 class Sample(NamedTuple):
@@ -36,7 +41,7 @@ class Fit(NamedTuple):
     """Operations per second, by dtype; empty if no sample has any."""
     memory_bandwidth: float
     efficiency: dict[str, float]
-    """By kind, and by class."""
+    """By kind, and by class; for kinds with FLOPs also ``kind|memory``, for kernels that memory bounds."""
 
 
 def fit(samples: Iterable[Sample], latency: float) -> Fit | None:
@@ -50,37 +55,37 @@ def fit(samples: Iterable[Sample], latency: float) -> Fit | None:
     seen = [one for one in samples if one.seconds > 1.2 * latency and (one.flops or one.touched)]
     if not seen:
         return None
-    bandwidth = max((_rate(one.touched, one, latency) for one in seen if not one.flops), default=0.0)
-    flops = _peaks(seen, latency, bandwidth)
-    if not bandwidth:
-        bandwidth = max(_rate(one.touched, one, latency) for one in seen)
+    streaming = [one for one in seen if not one.flops]
+    chosen = [one for one in streaming if one.kind in STREAMING] or streaming or seen
+    bandwidth = max(_rate(one.touched, one, latency) for one in chosen)
+    flops, ratio = _peaks([one for one in seen if one.flops], latency, bandwidth)
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for one in seen:
-        compute = one.flops / flops[one.dtype] if one.flops else 0.0
-        share = max(compute, one.touched / bandwidth) / (one.seconds - latency)
-        by_kind.setdefault(one.kind, []).append((share, one.seconds))
-    efficiency = {kind: _weighted_median(shares) for kind, shares in by_kind.items()}
-    best = max(efficiency.values())
-    efficiency = {kind: share / best for kind, share in efficiency.items()}
+        if one.flops:
+            ideal = max(one.flops / flops[one.dtype], one.touched / (bandwidth * ratio))
+        else:
+            ideal = one.touched / bandwidth
+        by_kind.setdefault(one.kind, []).append((ideal / (one.seconds - latency), one.seconds))
+    shares = {kind: _weighted_median(pairs) for kind, pairs in by_kind.items()}
+    efficiency = dict(shares)
+    efficiency |= {
+        f"{kind}|memory": ratio * shares[kind] for kind in dict.fromkeys(one.kind for one in seen if one.flops)
+    }
     for name in ("matmul", "attention", "memory"):
-        members = [share for kind, share in efficiency.items() if kind in by_kind and kernel_class(kind) == name]
-        if members:
+        if members := [share for kind, share in shares.items() if kernel_class(kind) == name]:
             efficiency[name] = median(members)
-    return Fit({dtype: rate * best for dtype, rate in flops.items()}, bandwidth * best, efficiency)
+    return Fit(flops, bandwidth, efficiency)
 
 
-def _peaks(seen: Sequence[Sample], latency: float, bandwidth: float) -> dict[str, float]:
-    """The peak of each dtype, in the measure in which the memory's is ``bandwidth``."""
-    products = [one for one in seen if one.flops]
-    if not products:
-        return {}
+def _peaks(products: Sequence[Sample], latency: float, bandwidth: float) -> tuple[dict[str, float], float]:
+    """The peak of each dtype, and the share of the memory's that products reach where they reach their own."""
     reference = [one for one in products if one.kind == "aten::mm"] or products
-    reached = max(_rate(one.touched, one, latency) for one in reference)
-    scale = bandwidth / reached if bandwidth and reached else 1.0
+    if not reference:
+        return {}, 1.0
     peaks: dict[str, float] = {}
     for one in [*reference, *(one for one in products if one.dtype not in {other.dtype for other in reference})]:
-        peaks[one.dtype] = max(peaks.get(one.dtype, 0.0), scale * _rate(one.flops, one, latency))
-    return peaks
+        peaks[one.dtype] = max(peaks.get(one.dtype, 0.0), _rate(one.flops, one, latency))
+    return peaks, max(_rate(one.touched, one, latency) for one in reference) / bandwidth
 
 
 def _rate(amount: int, sample: Sample, latency: float) -> float:

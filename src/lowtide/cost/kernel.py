@@ -92,9 +92,10 @@ def kernel_seconds(device: Device, kernel: KernelWork) -> float:
         return measured
     if kernel.ranks > 0:
         return _collective_seconds(device, kernel)
-    known = device.efficiency.get(kernel.kind)
-    of_memory = device.efficiency.get("memory", 1.0) if known is None else known
-    of_compute = device.efficiency.get(kernel_class(kernel.kind), 1.0) if known is None else known
+    shares = device.efficiency
+    known = shares.get(kernel.kind)
+    of_compute = shares.get(kernel_class(kernel.kind), 1.0) if known is None else known
+    of_memory = shares.get(f"{kernel.kind}|memory", shares.get("memory", 1.0) if known is None else known)
     compute = kernel.flops / (peak_rate(device, kernel.dtype) * of_compute) if kernel.flops else 0.0
     memory = kernel.touched / (device.memory_bandwidth * of_memory)
     return device.kernel_latency + max(compute, memory)

@@ -22,6 +22,8 @@ __all__ = ["Choice", "choices_of", "expand", "layer_policy", "prefetch_distances
 
 BOUNDARY = ""
 """Stands for the layer's input among the names of operators."""
+FURTHEST = 3
+"""No swap comes back more layers ahead than this."""
 What: TypeAlias = Literal["recompute", "swap"]
 
 
@@ -129,8 +131,10 @@ def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[
 
     The same number also says when, in forward, the device memory is let go; the computation then waits for the copy
     out. So it is the larger of two: the operators that run until the copy out is done, with all copies before it on the
-    link, and those that run while the copy back passes, with all that are needed sooner.
+    link, and those that run while the copy back passes, with all that are needed sooner. Where the link cannot keep up
+    it is no more than a few layers: the computation has to wait somewhere, and there it holds least.
     """
+    furthest = FURTHEST * max(len(choice.cost.operators) for choice in layers)
     forward = [one.seconds for choice in layers for one in choice.cost.operators]
     backward = [
         one.backward + (one.seconds if choice.whole or choice.operators.get(one.name) == "recompute" else 0.0)
@@ -146,7 +150,7 @@ def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[
     for first, _, layer, name, size, count in copies:
         free = max(free, ends[first]) + size / problem.link_out + count * problem.copy_latency
         let_go = bisect_left(ends, free)
-        distances.setdefault(layer, {})[name] = let_go - first + 1
+        distances.setdefault(layer, {})[name] = min(furthest, let_go - first + 1)
     free = float("inf")
     # The copy that is needed last is placed first: as late as it may be, the others before it.
     for _, last, layer, name, size, count in sorted(copies, key=lambda copy: copy[1]):
@@ -154,7 +158,7 @@ def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[
         start = last
         while start + 1 < len(begins) and begins[start] > free:
             start += 1
-        distances[layer][name] = max(distances[layer][name], start - last + 1, 1)
+        distances[layer][name] = max(distances[layer][name], min(furthest, start - last + 1))
     return distances
 
 

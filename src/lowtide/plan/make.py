@@ -29,6 +29,10 @@ from lowtide.units import format_bytes, parse_bytes
 
 __all__ = ["make_plan"]
 
+LINK_SHARES = (0.9, 1.0, 0.6)
+"""How much of the time that copies can pass in swaps may take. The simulator says which is best; pipelines, which take
+longer to simulate, get the first."""
+HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
 SIMPLE_STAGES = 4
@@ -54,7 +58,6 @@ def make_plan(
 
     ``plan = make_plan(Trace.load("trace.json"), "60GiB", "h100")``
     """
-    begin = time.perf_counter()
     device = find_device(device) if isinstance(device, str) else device
     budget = parse_bytes(budget)
     if not budget:
@@ -75,12 +78,11 @@ def make_plan(
     progress("simulating the simple ways")
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
-    solving = time.perf_counter()
+    begin, search.simulating = time.perf_counter(), 0.0
     found = search.fit(options[0].simulation, swap=swap, recompute=recompute)
-    solve_seconds = search.solving + time.perf_counter() - solving - search.simulating
+    solve_seconds = time.perf_counter() - begin - search.simulating
     progress("simulating the plan")
-    options += found.options
-    return search.plan(found, options, solve_seconds=solve_seconds, total=time.perf_counter() - begin)
+    return search.plan(found, [*options, *found.options], solve_seconds)
 
 
 class _Seconds:
@@ -102,7 +104,9 @@ class _Found(NamedTuple):
 
     options: list[Option]
     bound: float
-    least: Policy
+    """Seconds of a step: see the note that the plan gives."""
+    least: Policy | None
+    """What takes least memory."""
 
 
 class _Search:
@@ -121,8 +125,6 @@ class _Search:
         self.problems, self.budget, self.fixed = problems, budget, fixed
         self.layers = len(trace.layers)
         self.simulating = 0.0
-        self.solving = 0.0
-        self.offsets = [0] * len(problems)
 
     def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
         begin = time.perf_counter()
@@ -145,52 +147,54 @@ class _Search:
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
         """The plans with and without swap, and a bound."""
-        self.simulating = 0.0
         ways: list[tuple[str, bool, float]] = []
         if recompute:
             ways.append(("recompute some operators", False, 1.0))
-        if swap:
-            ways.append(("swap and recompute" if recompute else "swap some operators", True, 0.9))
-        if swap and self.pipeline.stages == 1:
-            ways.append(("swap less and recompute", True, 0.6))
-        fitted: dict[str, list[Fitted]] = {}
-        for name, with_swap, share in ways:
-            fitted[name] = [
-                fit_stage(
-                    problem,
-                    self.budget,
-                    partial(self._stage, problem),
-                    offset=self._offset(problem, kept),
-                    swap=with_swap,
-                    recompute=recompute,
-                    link_share=share,
-                )
-                for problem in self.problems
-            ]
-        options = []
-        for name, stages in fitted.items():
-            tries = [one.best or one.least for one in stages]
-            options.append(self.option(name, self._policy(tries), "the Policy, or its YAML"))
-        best = [min(found, key=_badness) for found in zip(*fitted.values(), strict=True)] if fitted else []
+        for share in LINK_SHARES if swap and self.pipeline.stages == 1 else LINK_SHARES[:1] * swap:
+            ways.append(("swap and recompute" if recompute else "swap some operators", True, share))
+        if not ways:
+            return _Found([], kept.seconds, None)
+        fitted = [
+            [self._fit(problem, kept, with_swap, recompute, share) for problem in self.problems]
+            for _, with_swap, share in ways
+        ]
+        options: dict[str, Option] = {}
+        for (name, *_), stages in zip(ways, fitted, strict=True):
+            option = self.option(name, self._policy([one.best or one.least for one in stages]), HOW)
+            if name not in options or _worse(options[name], option):
+                options[name] = option
+        best = [min(found, key=_badness) for found in zip(*fitted, strict=True)]
         mixed = self._policy([one.best or one.least for one in best])
-        if best and all(mixed != one.policy for one in options):
-            options.append(self.option("swap where it pays, and recompute", mixed, "the Policy, or its YAML"))
-        least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted.values(), strict=True)]
-        ceilings = [max(one.ceiling for one in found) for found in zip(*fitted.values(), strict=True)]
-        return _Found(options, self._bound(kept, ceilings, swap=swap, recompute=recompute), self._policy(least))
+        if all(mixed != one.policy for one in options.values()):
+            options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
+        least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted, strict=True)]
+        seconds = [
+            relaxed_seconds(problem, one.ceiling, swap=swap, recompute=recompute) or problem.seconds
+            for problem, one in zip(self.problems, best, strict=True)
+        ]
+        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least))
 
-    def plan(self, found: _Found, options: list[Option], *, solve_seconds: float, total: float) -> Plan:
+    def _fit(self, problem: StageProblem, kept: Simulation, swap: bool, recompute: bool, share: float) -> Fitted:
+        return fit_stage(
+            problem,
+            self.budget,
+            partial(self._stage, problem),
+            offset=self._offset(problem, kept),
+            swap=swap,
+            recompute=recompute,
+            link_share=share,
+        )
+
+    def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
         """The fastest option that fits, and everything around it."""
-        fitting = [one for one in options if one.fits]
-        smallest = self.option("least memory", found.least)
-        least = min(one.simulation.reserved for one in (*options, smallest))
-        if smallest.fits:
-            fitting.append(smallest)
+        smallest = [self.option("least memory", one) for one in (found.least,) if one is not None]
+        least = min(one.simulation.reserved for one in (*options, *smallest))
+        fitting = [one for one in (*options, *smallest) if one.fits]
         feasible = bool(fitting)
-        ways = fitting or [*options, smallest]
+        ways = fitting or [*options, *smallest]
         chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
         simulation = self.simulate(chosen.policy, details=True)
-        bound = min(found.bound, simulation.seconds)
+        bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds
         return Plan(
             model=self.trace.model,
             device=self.device.name,
@@ -199,7 +203,7 @@ class _Search:
             policy=chosen.policy,
             simulation=simulation,
             bound=bound,
-            gap=simulation.seconds / bound - 1 if bound else 0.0,
+            gap=simulation.seconds / bound - 1,
             feasible=feasible,
             least=least,
             options=tuple(options),
@@ -241,15 +245,7 @@ class _Search:
     def _longer(self, kept: Simulation, seconds: Sequence[float]) -> float:
         """The same in the simulator's seconds: its step without any recompute, and what these stages take longer."""
         base = self._step([problem.seconds for problem in self.problems])
-        return kept.seconds + self._step(seconds) - base
-
-    def _bound(self, kept: Simulation, ceilings: Sequence[int], *, swap: bool, recompute: bool) -> float:
-        """No step is shorter, by the solver's model, for budgets that the simulator found too small."""
-        seconds = [
-            relaxed_seconds(problem, ceiling, swap=swap, recompute=recompute) or problem.seconds
-            for problem, ceiling in zip(self.problems, ceilings, strict=True)
-        ]
-        return self._longer(kept, seconds)
+        return kept.seconds + max(0.0, self._step(seconds) - base)
 
     def _curve(self, kept: Simulation, least: int) -> tuple[tuple[int, float], ...]:
         points = []
@@ -283,10 +279,14 @@ class _Search:
                 " the loss need; lowtide.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
-            "the bound is the simulated step without recompute, and what every Policy within a budget that was found"
-            " too small adds to it, by the solver's bytes and seconds and with these layers in these stages"
+            "the bound is the simulated step without recompute, and what every Policy adds to it by the solver's bytes"
+            " and seconds, within solver's bytes that the simulator found too many, with these layers in these stages"
         )
         return tuple(dict.fromkeys(notes))
+
+
+def _worse(one: Option, other: Option) -> bool:
+    return (not one.fits, one.simulation.seconds) > (not other.fits, other.simulation.seconds)
 
 
 def _badness(one: Fitted) -> tuple[bool, float]:

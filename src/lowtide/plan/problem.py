@@ -5,7 +5,8 @@ A layer is decided in one of two ways. As a whole it is recomputed from its inpu
 each operator is kept, swapped or recomputed:
 
 - what is kept holds the storages that backward asks for;
-- what is swapped holds nothing, and its bytes pass both links once in each micro batch;
+- what is swapped holds nothing, and its bytes pass both links once in each micro batch, in time that the computation
+  leaves, or at the cost of a wait;
 - what is recomputed holds nothing and takes the time of its forward once more. It needs its inputs: those whose owner
   is recomputed too are rebuilt with it, those that backward asks for are there, and others are held for it alone.
 

@@ -18,6 +18,8 @@ __all__ = ["Fitted", "Try", "fit_stage"]
 
 CLOSE = 2e-3
 """A simulated stage this near to its budget, as a share of it, is near enough."""
+SAME = 5e-4
+"""So are two budgets between which the solver's time differs by this share."""
 
 
 class Try(NamedTuple):
@@ -58,8 +60,9 @@ def fit_stage(
     tries: list[Try] = []
     known: dict[tuple[object, ...], StageSimulation] = {}
     target = budget - offset
-    low: int | None = None
-    high: int | None = None
+    low: Try | None = None
+    """The largest budget that did fit, and the smallest that did not."""
+    high: Try | None = None
     for _ in range(rounds):
         solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share)
         least = solution is None
@@ -68,18 +71,19 @@ def fit_stage(
         key = _key(solution)
         if key not in known:
             known[key] = simulate(solution)
-        tries.append(Try(solution, known[key], target))
-        room = budget - known[key].reserved
+        one = Try(solution, known[key], target)
+        tries.append(one)
+        room = budget - one.simulated.reserved
         if least or (0 <= room < CLOSE * budget) or (room >= 0 and solution.seconds <= problem.seconds):
             break
         if room >= 0:
-            low = max(target, target if low is None else low)
+            low = one if low is None or one.target > low.target else low
         else:
-            high = min(target, target if high is None else high)
+            high = one if high is None or one.target < high.target else high
         if low is not None and high is not None:
-            if high - low < CLOSE * budget / 2:
+            if low.solution.seconds - high.solution.seconds < SAME * problem.seconds:
                 break
-            target = (low + high) // 2
+            target = (low.target + high.target) // 2
         else:
             # If it is over, a little more than that: what the last layer gives up is there again in passing.
             target += room if room >= 0 else room + room // 8

@@ -24,15 +24,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lowtide.plan.linear_program import LinearProgram
 from lowtide.plan.problem import Case, Group, StageProblem
 from lowtide.policy import Recompute, Swap
 
 __all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "solve_stage"]
 
-GAP = 5e-4
-"""The gap at which HiGHS stops, relative to the time of a micro batch."""
-LIMIT = 2.0
-"""Seconds after which HiGHS stops with the best that it has; the gap then says how good that is."""
 _MIB = 1 << 20
 _MILLI = 1e-3
 _PREFER_KEEP = 1e-3
@@ -75,9 +72,9 @@ def solve_stage(
 ) -> StageSolution | None:
     """The fastest counts within ``budget`` bytes, or None if nothing fits.
 
-    Swaps may take ``link_share`` of the time that copies can pass in.
+    Swaps may take ``link_share`` of the time that copies can pass in; for what takes longer the computation waits.
     """
-    model = _Model()
+    model = LinearProgram()
     most = model.variable(0, budget / _MIB)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute, link_share=link_share)
     for variable, cost in stage.extra_seconds():
@@ -92,7 +89,7 @@ def solve_stage(
 
 def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = True) -> StageSolution:
     """The counts that need least memory; of those, nearly the fastest."""
-    model = _Model()
+    model = LinearProgram()
     most = model.variable(0, float("inf"), cost=1.0)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
     for variable, cost in stage.extra_seconds():
@@ -104,7 +101,7 @@ def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = T
 
 def relaxed_seconds(problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True) -> float | None:
     """One micro batch's seconds within ``budget`` if counts could be fractions: quick, and never too high."""
-    model = _Model()
+    model = LinearProgram()
     most = model.variable(0, budget / _MIB)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
     for variable, cost in stage.extra_seconds():
@@ -137,7 +134,14 @@ class _Stage:
     """The variables and rows of a stage."""
 
     def __init__(
-        self, problem: StageProblem, model: _Model, most: int, *, swap: bool, recompute: bool, link_share: float = 1.0
+        self,
+        problem: StageProblem,
+        model: LinearProgram,
+        most: int,
+        *,
+        swap: bool,
+        recompute: bool,
+        link_share: float = 1.0,
     ) -> None:
         self.problem, self.model, self.most = problem, model, most
         self.again: dict[int, dict[int, tuple[tuple[int, ...], float]]] = {}
@@ -145,11 +149,13 @@ class _Stage:
         self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
         for case in problem.cases:
             self._fits(case)
+        self.waits = (model.variable(0, float("inf")), model.variable(0, float("inf")))
         self._links(link_share)
 
     def extra_seconds(self) -> Iterable[tuple[int, float]]:
         """What each count adds to the time of a micro batch."""
         rate = _PREFER_KEEP / self.problem.link_out
+        yield from ((waiting, _MILLI) for waiting in self.waits)
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             cost = group.cost
             yield unknowns.whole, cost.again
@@ -181,6 +187,7 @@ class _Stage:
             seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
             moved += counts.whole_swapped * group.cost.given + counts.boundary_swapped * group.cost.boundary
             moved += sum(one.held * counts.swapped.get(one.name, 0) for one in operators)
+        seconds += sum(values[waiting] for waiting in self.waits) * _MILLI
         memory = max(self._memory(case, values) for case in self.problem.cases)
         return StageSolution(
             groups=tuple(found), seconds=seconds, bound=min(bound, seconds), memory=round(memory * _MIB), moved=moved
@@ -318,7 +325,7 @@ class _Stage:
 
     def _links(self, share: float) -> None:
         """Copies pass while the stage computes: out in forward, back in backward, or in both if another micro batch
-        runs meanwhile. And what is out is on the host."""
+        runs meanwhile. For what takes longer the computation waits. And what is out is on the host."""
         problem = self.problem
         window_out = share * (problem.seconds if problem.overlap else problem.forward)
         window_in = share * (problem.seconds if problem.overlap else problem.backward)
@@ -335,59 +342,7 @@ class _Stage:
                 back[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
                 for host, case in zip(hosts, problem.cases, strict=True):
                     host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB
-        self.model.row(out, -float("inf"), window_out / _MILLI)
-        self.model.row(back, -float("inf"), window_in / _MILLI)
+        for link, window, waiting in ((out, window_out, self.waits[0]), (back, window_in, self.waits[1])):
+            self.model.row({**link, waiting: -1.0}, -float("inf"), window / _MILLI)
         for host in hosts:
             self.model.row(host, -float("inf"), problem.host / _MIB)
-
-
-class _Model:
-    """A mixed-integer linear program, written down row by row."""
-
-    def __init__(self) -> None:
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[int] = []
-        self.cost: dict[int, float] = {}
-        self.rows: list[tuple[Mapping[int, float], float, float]] = []
-        self.bound = 0.0
-
-    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> int:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.integer.append(int(integer))
-        if cost:
-            self.cost[len(self.lower) - 1] = cost
-        return len(self.lower) - 1
-
-    def row(self, terms: Mapping[int, float], lower: float, upper: float) -> None:
-        self.rows.append((terms, lower, upper))
-
-    def solve(self) -> list[float] | None:
-        """The best values; None if there are none."""
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-        from scipy.sparse import csr_array  # type: ignore[import-untyped]
-
-        numbers = [
-            (row, variable, value) for row, (terms, _, _) in enumerate(self.rows) for variable, value in terms.items()
-        ]
-        places = ([one[0] for one in numbers], [one[1] for one in numbers])
-        matrix = csr_array(([one[2] for one in numbers], places), shape=(len(self.rows), len(self.lower)))
-        cost = np.zeros(len(self.lower))
-        for variable, value in self.cost.items():
-            cost[variable] = value
-        result = milp(
-            cost,
-            integrality=np.array(self.integer),
-            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
-            constraints=LinearConstraint(
-                matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
-            ),
-            options={"mip_rel_gap": GAP, "time_limit": LIMIT},
-        )
-        if result.x is None:
-            return None
-        dual = result.mip_dual_bound
-        self.bound = float(result.fun if dual is None else dual)
-        return [float(value) for value in result.x]

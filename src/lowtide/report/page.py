@@ -22,6 +22,7 @@ from lowtide.report.charts import (
     stage_memory_figure,
     stage_time_figure,
 )
+from lowtide.report.prediction import measured_stage, predictions
 from lowtide.report.run import Run
 from lowtide.report.tables import (
     decision_bar,
@@ -82,7 +83,7 @@ def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figu
         return {"memory": [memory_figure(None, None, run, end)]} if run.memory else {}
     found: dict[str, Figure | list[Figure]] = {}
     stages = plan.simulation.stages
-    whose = _measured_stage(plan, run)
+    whose = measured_stage(plan, run)
     ends = [_end(stage, run if stage.stage == whose else None) or plan.simulation.seconds for stage in stages]
     few = max(len(stages) // 4, 1)  # many stages share the page's size: each has coarser slices
     if any(stage.memory for stage in stages) or (run is not None and run.memory):
@@ -109,11 +110,6 @@ def _end(stage: StageSimulation, run: Run | None) -> float:
     return max([*times, *(when for when, _ in (run.memory[-1:] if run is not None else ()))], default=0.0)
 
 
-def _measured_stage(plan: Plan, run: Run | None) -> int:
-    """The stage that a measured timeline is of: the fullest unless the run says."""
-    return run.stage if run is not None and run.stage is not None else fullest(plan).stage
-
-
 def _sections(
     plan: Plan | None, run: Run | None, given: str | None, figures: dict[str, Figure | list[Figure]]
 ) -> Iterator[str]:
@@ -124,7 +120,8 @@ def _sections(
         yield _section(
             "ways",
             "Ways to run it",
-            "The line is the fastest step for each budget by the solver's model; the points are simulated, hollow ones do not fit.",
+            "The line is the fastest step for each budget by the solver's model. The points are simulated; hollow ones"
+            " do not fit.",
             _two(_chart("curve", "step time against memory"), options_table(plan)),
         )
     if plan is not None and "grid" in figures:
@@ -241,24 +238,17 @@ def _honesty(plan: Plan | None, run: Run | None) -> str:
 
 def _errors(plan: Plan, run: Run | None) -> Iterator[str]:
     """The predictions beside what was measured; that nothing was, where nothing was."""
-    known = run is not None and (run.peak is not None or run.seconds is not None)
-    if run is None or not known:
+    if run is None or (run.peak is None and run.seconds is None):
         yield "All of this is predicted. Nothing on this page was measured on a device."
         return
-    if run.peak is not None:
-        peak = next(stage.peak for stage in plan.simulation.stages if stage.stage == _measured_stage(plan, run))
-        yield _error("peak", format_bytes(peak), format_bytes(run.peak), peak / run.peak - 1)
-    else:
-        yield "The peak was not measured."
-    if run.seconds is not None:
-        step = plan.simulation.seconds
-        yield _error("step", format_seconds(step), format_seconds(run.seconds), step / run.seconds - 1)
-    else:
-        yield "The step's time was not measured."
-
-
-def _error(what: str, predicted: str, measured: str, error: float) -> str:
-    return f"The {what} was predicted as {predicted} and measured as {measured}: {error:+.1%}."
+    for one in predictions(plan, run):
+        if one.measured is None or one.error is None:
+            yield f"The {one.what} was not measured."
+            continue
+        words = [
+            format_bytes(int(n)) if one.what == "peak" else format_seconds(n) for n in (one.predicted, one.measured)
+        ]
+        yield f"The {one.what} was predicted as {words[0]} and measured as {words[1]}: {one.error:+.1%}."
 
 
 def _section(name: str, title: str, lead: str, body: str) -> str:

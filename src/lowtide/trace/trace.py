@@ -45,7 +45,20 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from lowtide.errors import TraceError
 from lowtide.policy import Catalogue, Operator
 
-__all__ = ["Call", "Event", "Kernel", "Pack", "Part", "Source", "Static", "Trace", "TracedOperator", "Value", "What"]
+__all__ = [
+    "Call",
+    "Event",
+    "Kernel",
+    "Pack",
+    "Part",
+    "Source",
+    "Static",
+    "Trace",
+    "TracedOperator",
+    "Value",
+    "What",
+    "kernels_of",
+]
 
 FORMAT = 1
 
@@ -288,6 +301,12 @@ class Trace:
             return Trace.from_json(value)
         except TraceError as error:
             raise TraceError(f"{file}: {error}") from None
+
+
+def kernels_of(trace: Trace) -> list[Kernel]:
+    """The kernels of all parts, of the optimizer's step too; those of layers that do the same once."""
+    parts = (trace.before, *trace.parts, trace.after, trace.optimizer)
+    return [kernel for part in parts for kernel in part.kernels]
 
 
 _TUPLES: dict[str, Any] = {

@@ -1,0 +1,67 @@
+"""A linear program with whole numbers, written down row by row and solved by HiGHS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["LinearProgram"]
+
+GAP = 5e-4
+"""The gap at which HiGHS stops."""
+NODES = 1000
+"""Branches after which HiGHS stops with the best that it has. Not seconds: the same question has the same answer."""
+
+
+class LinearProgram:
+    """What is to be as small as possible, and the rows that hold."""
+
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[int] = []
+        self.cost: dict[int, float] = {}
+        self.rows: list[tuple[Mapping[int, float], float, float]] = []
+        self.bound = 0.0
+        """When it is solved: nothing is smaller."""
+
+    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> int:
+        """Add an unknown; its number."""
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(int(integer))
+        if cost:
+            self.cost[len(self.lower) - 1] = cost
+        return len(self.lower) - 1
+
+    def row(self, terms: Mapping[int, float], lower: float, upper: float) -> None:
+        """Ask that the sum of ``terms`` lies between ``lower`` and ``upper``."""
+        self.rows.append((terms, lower, upper))
+
+    def solve(self) -> list[float] | None:
+        """The best values; None if there are none."""
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+        from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+        numbers = [
+            (row, variable, value) for row, (terms, _, _) in enumerate(self.rows) for variable, value in terms.items()
+        ]
+        places = ([one[0] for one in numbers], [one[1] for one in numbers])
+        matrix = csr_array(([one[2] for one in numbers], places), shape=(len(self.rows), len(self.lower)))
+        cost = np.zeros(len(self.lower))
+        for variable, value in self.cost.items():
+            cost[variable] = value
+        result = milp(
+            cost,
+            integrality=np.array(self.integer),
+            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
+            constraints=LinearConstraint(
+                matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
+            ),
+            options={"mip_rel_gap": GAP, "node_limit": NODES},
+        )
+        if result.x is None:
+            return None
+        dual = result.mip_dual_bound
+        self.bound = float(result.fun if dual is None else dual)
+        return [float(value) for value in result.x]
