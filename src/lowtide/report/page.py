@@ -13,15 +13,8 @@ from pathlib import Path
 from lowtide.errors import ReportError
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulation import StageSimulation
-from lowtide.report.charts import (
-    Figure,
-    curve_figure,
-    grid_figure,
-    lanes_figure,
-    memory_figure,
-    stage_memory_figure,
-    stage_time_figure,
-)
+from lowtide.report.axes import Figure
+from lowtide.report.charts import curve_figure, grid_figure, stage_memory_figure, stage_time_figure
 from lowtide.report.prediction import measured_stage, predictions
 from lowtide.report.run import Run
 from lowtide.report.tables import (
@@ -37,6 +30,7 @@ from lowtide.report.tables import (
     yaml_difference,
 )
 from lowtide.report.thin import MOST_BLOCKS, SLICES, late_copies
+from lowtide.report.timelines import lanes_figure, memory_figure
 from lowtide.report.words import fullest, headline, layout, peak_sentence
 from lowtide.units import format_bytes, format_seconds
 
