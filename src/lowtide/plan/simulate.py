@@ -48,7 +48,9 @@ def simulate(
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
     layers = _layers(trace, policy)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
-    schedule = actions(_shortened(pipeline))
+    shortened = _shortened(pipeline)
+    schedule = actions(shortened)
+    more = pipeline.micro_batches / shortened.micro_batches
     replayed: dict[int, _Replayed] = {}
     for stage in wanted:
         replayed[stage] = _replay_stage(trace, layers, device, pipeline, stage, schedule[stage], details, optimizer)
@@ -64,7 +66,7 @@ def simulate(
         seconds, bubble = max(ends), 0.0
     return Simulation(
         seconds=seconds,
-        stages=tuple(replace(replayed[stage].result, seconds=ends[stage]) for stage in wanted),
+        stages=tuple(replace(_whole_step(replayed[stage], more), seconds=ends[stage]) for stage in wanted),
         bubble=bubble,
         notes=_notes(policy, pipeline),
     )
@@ -120,6 +122,20 @@ def _shortened(pipeline: Pipeline) -> Pipeline:
     if enough is None or enough >= pipeline.micro_batches:
         return pipeline
     return replace(pipeline, micro_batches=enough)
+
+
+def _whole_step(one: _Replayed, more: float) -> StageSimulation:
+    """A stage's sums for all micro batches of the step, where it was replayed with fewer."""
+    result = one.result
+    if more == 1:
+        return result
+    return replace(
+        result,
+        busy=(result.busy - one.optimizer) * more + one.optimizer,
+        stall=result.stall * more,
+        recompute=result.recompute * more,
+        moved=round(result.moved * more),
+    )
 
 
 def _transfer_seconds(trace: Trace, device: Device, pipeline: Pipeline) -> float:
