@@ -13,7 +13,7 @@ import tide
 from lowtide.cost.calibrate import calibrate
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import copy_seconds, kernel_seconds
-from lowtide.cost.stopwatch import median_seconds, watch_for
+from lowtide.cost.stopwatch import settled_seconds, watch_for
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Kernel, Trace, kernels_of
 from models.shapes import built, deepseek, llama, loss_of, tokens
@@ -114,6 +114,6 @@ def test_a_kernel_is_timed_without_what_issuing_it_takes() -> None:
     tide.configure(preset="h100", launch=50_000)
     tensor = torch.ones(4, device=TIDE)
     watch = watch_for(TIDE)
-    (seconds,) = median_seconds([tensor.neg], watch, rounds=3)
+    (seconds,) = settled_seconds([tensor.neg], watch, rounds=3)
     assert seconds == pytest.approx(2e-6, rel=0.01)
     assert watch.issued(tensor.neg, 10) > 40e-6

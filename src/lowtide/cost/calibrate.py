@@ -18,7 +18,7 @@ from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.rerun import rerun
 from lowtide.cost.shape import ITEM, TensorShape, read_shape
 from lowtide.cost.standard import standard_kernels
-from lowtide.cost.stopwatch import DeviceWatch, HostWatch, median_seconds, watch_for
+from lowtide.cost.stopwatch import DeviceWatch, HostWatch, settled_seconds, watch_for
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -26,7 +26,7 @@ LINK_SIZES = (1 << 12, 1 << 24)
 """Bytes of the copies that a link is measured with."""
 TINY = 16
 """Elements of a kernel that is all latency."""
-ROUNDS = 15
+ROUNDS = 40
 LONGEST_CALL = {"matmul": 0.4, "attention": 0.1, "memory": 0.02}
 """Seconds of the clock that a call of the standard set may be expected to take, by class: it stops growing there."""
 TOGETHER = 1 << 28
@@ -150,7 +150,7 @@ def _measure(
 
     def finish(done: int) -> None:
         share = seconds * len(group) / max(1, len(work))
-        found = median_seconds([call for _, call in group.values()], watch, rounds=ROUNDS, seconds=share)
+        found = settled_seconds([call for _, call in group.values()], watch, rounds=ROUNDS, seconds=share)
         for (key, (one, _)), value in zip(group.items(), found, strict=True):
             samples[key] = Sample(one.kind, one.dtype, one.flops, one.touched, value)
         group.clear()
@@ -228,7 +228,7 @@ def _latencies(device: torch.device, watch: DeviceWatch | HostWatch) -> tuple[fl
     tiny = torch.ones(TINY, device=device)
     call = tiny.neg
     call()
-    (latency,) = median_seconds([call], watch, rounds=ROUNDS)
+    (latency,) = settled_seconds([call], watch, rounds=ROUNDS)
     issued = sorted(watch.issued(call, 100) for _ in range(5))[2]
     return latency, issued if issued > 1.05 * latency else 0.0  # it hides behind any kernel
 
@@ -248,7 +248,7 @@ def _link(device: torch.device, watch: DeviceWatch | HostWatch, way: str) -> tup
     calls = [copy_of(small), copy_of(large)]
     for call in calls:
         call()
-    short, long = median_seconds(calls, watch, rounds=ROUNDS)
+    short, long = settled_seconds(calls, watch, rounds=ROUNDS)
     rate = (large - small) / max(long - short, 1e-9)
     return max(0.0, short - small / rate), rate
 

@@ -387,24 +387,41 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
     instances: list[Instance] = []
     until: Mapping[str, list[Storage]] = {"forward": [], "backward": []}
     storage = ends.input(micro_batch)
+    handed: list[Storage | None] = []
+    across: list[Storage | None] = []
     for step in chunk:
         instance = Instance(step.program, step.layer, micro_batch, step.offset, passes=step.passes, last=step.last)
-        storage = rank.forward(instance, storage)
+        if step.program.part.name == "after":  # what was made before the layers and is freed here
+            for number, left in zip(step.program.part.across, across, strict=False):
+                if left is not None:
+                    instance.slots[number] = left
+            across = []
+        storage = rank.forward(instance, storage, handed)
+        handed = instance.handed
         instances.append(instance)
         part = step.program.part
+        if part.name == "before":
+            across = [instance.slots.pop(number, None) for number in part.across]
         for number, left in instance.slots.items():
-            given = number == part.input  # whoever made it says how long it lives
-            until["forward" if given else part.values[number].until or "backward"].append(left)
+            if number == part.input:  # it was lent: whoever made it says how long it lives
+                rank.drop(left)
+            else:
+                until[part.values[number].until or "backward"].append(left)
         instance.slots = {}
-    for one in until["forward"]:
+    for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         rank.drop(one)
     return _Running(micro_batch, instances, until["backward"], storage)
 
 
 def _backward(rank: Rank, running: _Running, ends: _Ends) -> None:
     gradient = ends.gradient(running.micro_batch)
+    handed: list[Storage | None] = []
     for instance in reversed(running.instances):
-        gradient = rank.backward(instance, gradient)
+        gradient = rank.backward(instance, gradient, handed)
+        handed = instance.handed
+    for storage in handed:
+        if storage is not None:
+            rank.drop(storage)
     if ends.first:
         if gradient is not None:
             rank.drop(gradient)
