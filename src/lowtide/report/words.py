@@ -142,9 +142,11 @@ def decision_kind(decision: Keep | Recompute | Swap) -> str:
 
 
 def recommended(plan: Plan) -> Option | None:
-    """The fastest option that fits; the plan's own among equals."""
+    """The fastest option that fits; the plan's own among equals. None where the plan itself is faster than all."""
     fitting = [option for option in plan.options if option.fits]
-    return min(fitting, key=lambda one: (one.simulation.seconds, one.policy.digest != plan.policy.digest), default=None)
+    best = min(fitting, key=lambda one: (one.simulation.seconds, one.policy.digest != plan.policy.digest), default=None)
+    faster = best is not None and plan.feasible and plan.simulation.seconds < best.simulation.seconds * (1 - 1e-6)
+    return None if faster else best
 
 
 WELL_KNOWN = ("keep everything", "recompute every layer", "what the file says")
