@@ -65,6 +65,19 @@ def test_links_and_latencies_are_found(seed: int) -> None:
     assert found.capacity == settings["capacity"]
 
 
+def test_measuring_draws_no_random_number_of_a_training() -> None:
+    kernels = [
+        Kernel("aten::native_dropout", shape="f32[8,8],0.5,True"),
+        Kernel("aten::bernoulli_", shape="f32[8],0.5"),
+    ]
+    for device in (TIDE, torch.device("cpu")):
+        torch.manual_seed(3)
+        expected = torch.rand(3, device=device).cpu()
+        torch.manual_seed(3)
+        assert len(calibrate(device, kernels, standard=False).device.measured) == 2
+        assert torch.equal(torch.rand(3, device=device).cpu(), expected)
+
+
 def test_issuing_that_hides_behind_any_kernel_costs_nothing() -> None:
     tide.configure(preset="h100", launch=1000)
     assert calibrate(TIDE, standard=False).device.launch == 0
