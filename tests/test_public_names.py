@@ -52,6 +52,24 @@ NAMES = [
     "verify",
 ]
 
+PLANNED = [
+    "--budget",
+    "--device",
+    "--dp",
+    "--ep",
+    "--host-memory",
+    "--micro-batch-size",
+    "--micro-batches",
+    "--no-recompute",
+    "--no-swap",
+    "--pp",
+    "--replicate",
+    "--schedule",
+    "--seq",
+    "--tp",
+    "--vpp",
+    "CONFIG|MODEL|TRACE",
+]
 COMMANDS = {
     "": ["--version"],
     "calibrate": [
@@ -76,6 +94,19 @@ COMMANDS = {
         "--set",
         "FILE",
     ],
+    "explain": [*PLANNED, "--json"],
+    "plan": [
+        *PLANNED,
+        "--html",
+        "--json",
+        "--output",
+        "--perfetto",
+        "--save",
+        "--trace-out",
+        "--yaml",
+        "-o",
+    ],
+    "report": ["--config", "--json", "--memory", "--metrics", "--output", "--receipt", "--stage", "-o", "PLAN"],
     "convert": ["--json", "--output", "--set", "--to", "-o", "FILE"],
     "selftest": ["--device", "--json", "--output", "--small", "-o"],
     "operators": ["--autocast", "--batch", "--json", "--layers", "--sequence", "MODEL"],

@@ -33,7 +33,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
         "llama3-8b does not fit in 15.13 GiB: the least that any policy needs is 16.13 GiB, 1 GiB more"
     )
     text = printed(print_explanation, plan)
-    assert "what to do: give it 16.13 GiB a device" in text
+    assert "what to do\n  give it 16.13 GiB a device" in text
     assert "recommended" not in text
     assert "faster, by the solver's model" not in printed(print_plan, plan)
 

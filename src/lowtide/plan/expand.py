@@ -8,6 +8,7 @@ Swaps go where the link is least busy so far, early layers first: a copy out the
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from lowtide.plan.problem import LayerCost, StageProblem
 from lowtide.plan.solve import GroupCounts, StageSolution
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 
-__all__ = ["Choice", "choices_of", "expand", "layer_policy", "prefetch_distances"]
+__all__ = ["Choice", "choices_of", "exact_text", "expand", "layer_policy", "prefetch_distances"]
 
 BOUNDARY = ""
 """Stands for the layer's input among the names of operators."""
@@ -118,12 +119,25 @@ def layer_policy(choice: Choice, distances: Mapping[str, int]) -> LayerPolicy:
     assert not isinstance(boundary, Recompute)
     order = {one.name: place for place, one in enumerate(choice.cost.operators)}
     rules = tuple(
-        Rule(Pattern(name), decision(name, choice.operators[name]))
+        Rule(_exactly(name), decision(name, choice.operators[name]))
         for name in sorted((name for name in choice.operators if name != BOUNDARY), key=order.__getitem__)
     )
     if choice.whole:
         return LayerPolicy(default=Recompute(), boundary=boundary)
     return LayerPolicy(rules=rules, boundary=boundary)
+
+
+def exact_text(name: str) -> str:
+    r"""The pattern that means one operator alone: a loop's name is no expression.
+
+    >>> print(exact_text("experts.linear[*]"))
+    experts\.linear\[\*\]
+    """
+    return "\\.".join(map(re.escape, name.split(".")))
+
+
+def _exactly(name: str) -> Pattern:
+    return Pattern(name if re.fullmatch(r"[\w.]+", name) else exact_text(name))
 
 
 def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[int, dict[str, int]]:

@@ -23,6 +23,7 @@ from lowtide.plan.simple import simple_policies
 from lowtide.plan.simulate import simulate
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.solve import StageSolution, relaxed_seconds
+from lowtide.plan.yaml_form import YamlForm, yaml_form
 from lowtide.policy import Policy, resolve
 from lowtide.trace.trace import Kernel, Trace
 from lowtide.units import format_bytes, parse_bytes
@@ -194,6 +195,7 @@ class _Search:
         ways = fitting or [*options, *smallest]
         chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
         simulation = self.simulate(chosen.policy, details=True)
+        written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
         bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds
         return Plan(
             model=self.trace.model,
@@ -208,7 +210,8 @@ class _Search:
             least=least,
             options=tuple(options),
             curve=self._curve(options[0].simulation, least),
-            notes=self._notes(simulation, feasible, least),
+            yaml="" if written.lost else written.text,
+            notes=self._notes(simulation, feasible, least) + _unsaid(written),
             solve_seconds=solve_seconds,
             operators=planned_operators(self.trace, chosen.policy),
         )
@@ -283,6 +286,13 @@ class _Search:
             " and seconds, within solver's bytes that the simulator found too many, with these layers in these stages"
         )
         return tuple(dict.fromkeys(notes))
+
+
+def _unsaid(written: YamlForm) -> tuple[str, ...]:
+    if not written.lost:
+        return ()
+    more = f" and {len(written.lost) - 3} more" if len(written.lost) > 3 else ""
+    return (f"the graph form of YAML cannot say this Policy: {'; '.join(written.lost[:3])}{more}",)
 
 
 def _worse(one: Option, other: Option) -> bool:

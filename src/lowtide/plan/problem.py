@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
@@ -365,9 +366,7 @@ def _includes(other: Case, one: Case) -> bool:
 def _host_shares(trace: Trace, device: Device, pipeline: Pipeline, host_memory: int | None) -> tuple[int, ...]:
     """Each rank's share of its node's memory: its ranks share it equally, half is left to everything else."""
     total = device.host_memory if host_memory is None else host_memory
-    ranks = pipeline.stages
-    for name in ("dp", "tp", "cp"):
-        ranks *= max(1, trace.layout.get(name, 1))
+    ranks = pipeline.stages * prod(count for name, count in trace.layout.items() if name != "expert")
     share = total if host_memory is not None else total // 2
     return (share // max(1, min(ranks, device.devices_per_node)),) * pipeline.stages
 

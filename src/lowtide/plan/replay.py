@@ -76,7 +76,7 @@ class Instance:
     """One run of a part: a layer and a micro batch."""
 
     __slots__ = (
-        "calls", "departed", "due", "first", "held", "input", "input_swapped", "last", "layer", "micro_batch",
+        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "last", "layer", "micro_batch",
         "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots", "starts", "used",
     )  # fmt: skip
 
@@ -98,6 +98,8 @@ class Instance:
         self.first = 0
         self.slots: dict[int, Storage] = {}
         """What the program holds."""
+        self.handed: list[Storage | None] = []
+        """What it hands to the next beside its output or its gradient."""
         self.held: dict[int, Storage] = {}
         """What packs keep."""
         self.packs: dict[int, Swapped] = {}
@@ -221,10 +223,13 @@ class Rank:
 
     # Forward.
 
-    def forward(self, instance: Instance, given: Storage | None) -> Storage | None:
+    def forward(
+        self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
+    ) -> Storage | None:
         """Run a part; what it gives to the next."""
         program, schedule = instance.program, self.schedule
         part, slots = program.part, instance.slots
+        self._take(slots, part.taken, taken)
         if part.input is not None and given is not None:
             slots[part.input] = given
             given.what, given.operator = "boundaries", "input"
@@ -239,6 +244,7 @@ class Rank:
             self._end_capture(instance)
         if decided or swapped_input or instance.passes:
             instance.due = schedule.end(instance.first + program.operators, instance.last)
+        instance.handed = [slots.pop(number, None) for number in part.handed]
         if part.output is None:
             return None
         output = slots.pop(part.output, None)
@@ -246,6 +252,14 @@ class Rank:
             output.count += 1
             slots[part.output] = output
         return output
+
+    def _take(self, slots: dict[int, Storage], numbers: Sequence[int], taken: Sequence[Storage | None]) -> None:
+        """What the part before handed on; what this one knows nothing of goes."""
+        for place, storage in enumerate(taken):
+            if storage is not None and place < len(numbers):
+                slots[numbers[place]] = storage
+            elif storage is not None:
+                self.drop(storage)
 
     def _play_forward(self, instance: Instance) -> None:
         program = instance.program
@@ -428,12 +442,15 @@ class Rank:
 
     # Backward.
 
-    def backward(self, instance: Instance, given: Storage | None) -> Storage | None:
+    def backward(
+        self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
+    ) -> Storage | None:
         """Run a part's backward; the gradient that it gives to the next."""
         program = instance.program
         part = program.part
         values, timed = part.values, self.timed(part)
         slots: dict[int, Storage] = {}
+        self._take(slots, part.taken_back, taken)
         if part.output_gradient is not None and given is not None:
             slots[part.output_gradient] = given
         self.where = (instance.layer, "", instance.micro_batch, "backward")
@@ -455,6 +472,7 @@ class Rank:
                 self._done(instance, number)
             elif code == ADD:
                 self._add(instance, number, slots)
+        instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
         for storage in slots.values():
             self.drop(storage)

@@ -48,7 +48,9 @@ def simulate(
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
     layers = _layers(trace, policy)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
-    schedule = actions(_shortened(pipeline))
+    shortened = _shortened(pipeline)
+    schedule = actions(shortened)
+    more = pipeline.micro_batches / shortened.micro_batches
     replayed: dict[int, _Replayed] = {}
     for stage in wanted:
         replayed[stage] = _replay_stage(trace, layers, device, pipeline, stage, schedule[stage], details, optimizer)
@@ -64,7 +66,7 @@ def simulate(
         seconds, bubble = max(ends), 0.0
     return Simulation(
         seconds=seconds,
-        stages=tuple(replace(replayed[stage].result, seconds=ends[stage]) for stage in wanted),
+        stages=tuple(replace(_whole_step(replayed[stage], more), seconds=ends[stage]) for stage in wanted),
         bubble=bubble,
         notes=_notes(policy, pipeline),
     )
@@ -120,6 +122,20 @@ def _shortened(pipeline: Pipeline) -> Pipeline:
     if enough is None or enough >= pipeline.micro_batches:
         return pipeline
     return replace(pipeline, micro_batches=enough)
+
+
+def _whole_step(one: _Replayed, more: float) -> StageSimulation:
+    """A stage's sums for all micro batches of the step, where it was replayed with fewer."""
+    result = one.result
+    if more == 1:
+        return result
+    return replace(
+        result,
+        busy=(result.busy - one.optimizer) * more + one.optimizer,
+        stall=result.stall * more,
+        recompute=result.recompute * more,
+        moved=round(result.moved * more),
+    )
 
 
 def _transfer_seconds(trace: Trace, device: Device, pipeline: Pipeline) -> float:
@@ -371,24 +387,41 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
     instances: list[Instance] = []
     until: Mapping[str, list[Storage]] = {"forward": [], "backward": []}
     storage = ends.input(micro_batch)
+    handed: list[Storage | None] = []
+    across: list[Storage | None] = []
     for step in chunk:
         instance = Instance(step.program, step.layer, micro_batch, step.offset, passes=step.passes, last=step.last)
-        storage = rank.forward(instance, storage)
+        if step.program.part.name == "after":  # what was made before the layers and is freed here
+            for number, left in zip(step.program.part.across, across, strict=False):
+                if left is not None:
+                    instance.slots[number] = left
+            across = []
+        storage = rank.forward(instance, storage, handed)
+        handed = instance.handed
         instances.append(instance)
         part = step.program.part
+        if part.name == "before":
+            across = [instance.slots.pop(number, None) for number in part.across]
         for number, left in instance.slots.items():
-            given = number == part.input  # whoever made it says how long it lives
-            until["forward" if given else part.values[number].until or "backward"].append(left)
+            if number == part.input:  # it was lent: whoever made it says how long it lives
+                rank.drop(left)
+            else:
+                until[part.values[number].until or "backward"].append(left)
         instance.slots = {}
-    for one in until["forward"]:
+    for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         rank.drop(one)
     return _Running(micro_batch, instances, until["backward"], storage)
 
 
 def _backward(rank: Rank, running: _Running, ends: _Ends) -> None:
     gradient = ends.gradient(running.micro_batch)
+    handed: list[Storage | None] = []
     for instance in reversed(running.instances):
-        gradient = rank.backward(instance, gradient)
+        gradient = rank.backward(instance, gradient, handed)
+        handed = instance.handed
+    for storage in handed:
+        if storage is not None:
+            rank.drop(storage)
     if ends.first:
         if gradient is not None:
             rank.drop(gradient)

@@ -88,12 +88,15 @@ def fullest(plan: Plan) -> StageSimulation:
 def peak_sentence(plan: Plan) -> str:
     """Where the peak is."""
     stage = fullest(plan)
-    where = f"on stage {stage.stage}" if len(plan.simulation.stages) > 1 else ""
+    several = len(plan.simulation.stages) > 1
+    where = f"on stage {stage.stage}" if several else ""
     when = ""
     if stage.peak_at is not None:
         at = stage.peak_at
         layer = f"layer {at.layer}" if at.layer is not None else "outside the layers"
-        when = f"{format_seconds(at.time)} into the step, {layer}" + (f", {at.operator}" if at.operator else "")
+        # A stage among several has a clock of its own, which says nothing about the step.
+        time = "" if several else f"{format_seconds(at.time)} into the step, "
+        when = f"{time}{layer}" + (f", {at.operator}" if at.operator else "")
     batches = f"{stage.in_flight} micro batches in flight" if stage.in_flight > 1 else ""
     place = "; ".join(part for part in (", ".join(part for part in (where, when) if part), batches) if part)
     return f"{format_bytes(stage.peak)} in use, {format_bytes(stage.reserved)} reserved" + (

@@ -105,7 +105,16 @@ class _Cut:
         if index >= 0 and given >= 0:
             numbers.take(given)
         taken, taken_back = self.handed.get(("forward", index - 1), []), self.handed.get(("backward", index + 1), [])
-        for number in taken:
+        ends = (-1, self.count)
+        across = [
+            number
+            for number, storage in enumerate(record.storages)
+            if index in ends
+            and storage.made == ("forward", -1)
+            and self.ends.get(number) == ("forward", self.count)
+            and self.saved_in.get(number, set()) <= {-1, 0}  # rotary tables: backward needs them in every layer
+        ]
+        for number in [*taken, *(across if index == self.count else ())]:
             numbers.take(number)
         forward = numbers.events(self.streams.get(("forward", index), []))
         if index < self.count and gradient >= 0:
@@ -140,6 +149,7 @@ class _Cut:
             handed=numbers.local(self.handed.get(("forward", index), [])),
             taken_back=numbers.local(taken_back),
             handed_back=numbers.local(self.handed.get(("backward", index), [])),
+            across=numbers.local(across),
             static=static,
         )
 

@@ -206,6 +206,9 @@ class Part:
     """As ``taken``, in backward."""
     handed_back: tuple[int, ...] = ()
     """As ``handed``, in backward."""
+    across: tuple[int, ...] = ()
+    """Values that ``before`` makes and ``after`` frees in forward, in the same order in both. Where a pipeline parts
+    the two, ``Value.until`` holds."""
     static: Static = field(default_factory=Static)
 
     @cached_property
@@ -337,8 +340,8 @@ def _part(value: Mapping[str, Any]) -> Part:
         given[name] = tuple(row(*_rows(one)) for one in value[name])
     for name in ("forward", "backward"):
         given[name] = tuple((what, number) for what, number in value[name])
-    for name in ("taken", "handed", "taken_back", "handed_back"):
-        given[name] = tuple(value[name])
+    for name in ("taken", "handed", "taken_back", "handed_back", "across"):
+        given[name] = tuple(value.get(name, ()))
     given["static"] = Static(*(tuple(sizes) for sizes in value["static"]))
     return Part(**given)
 
