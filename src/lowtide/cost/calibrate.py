@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from lowtide.cost.shape import ITEM, TensorShape, read_shape
 from lowtide.cost.standard import standard_kernels
 from lowtide.cost.stopwatch import DeviceWatch, HostWatch, settled_seconds, watch_for
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate", "measure_more"]
 
 LINK_SIZES = (1 << 12, 1 << 24)
 """Bytes of the copies that a link is measured with."""
@@ -111,6 +112,25 @@ def calibrate(
     return Calibration(result, len(measured), {key: why for key, why in failed.items() if key in given})
 
 
+def measure_more(
+    found: Device,
+    device: torch.device,
+    kernels: Iterable[KernelWork],
+    *,
+    seconds: float = 60.0,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Calibration:
+    """Measure further kernels on the device that :func:`calibrate` found; what it has measured already stays.
+
+    ``device = measure_more(Device.load("h100.json"), torch.device("cuda"), kernels_of(trace)).device``
+    """
+    work = [one for one in _distinct(kernels) if one.key not in found.measured]
+    with torch.no_grad(), _random_restored(device):
+        samples, failed = _measure(work, device, watch_for(device), seconds, progress)
+    measured = {key: sample.seconds for key, sample in samples.items()}
+    return Calibration(replace(found, measured={**found.measured, **measured}), len(measured), failed)
+
+
 def _notes(device: torch.device, like: Device | None, kernels: int, missing: set[str]) -> tuple[str, ...]:
     notes = [
         f"measured on {_name(device)} with torch {torch.__version__}, {kernels} kernels",
@@ -118,7 +138,8 @@ def _notes(device: torch.device, like: Device | None, kernels: int, missing: set
         + (f"they are those of {like.name}" if like is not None else "the figures are placeholders"),
     ]
     if device.type == "cpu":
-        notes.append(f"{torch.get_num_threads()} threads")
+        threads = torch.get_num_threads()
+        notes.append(f"{threads} threads" if threads > 1 else "1 thread, by its own clock")
     if missing:
         notes.append(f"kinds that cannot be run alone, which are estimated: {', '.join(sorted(missing))}")
     return tuple(notes)
