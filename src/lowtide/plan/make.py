@@ -19,7 +19,7 @@ from lowtide.plan.planned import planned_operators
 from lowtide.plan.problem import StageProblem, stage_problems
 from lowtide.plan.repair import Fitted, Try, fit_stage
 from lowtide.plan.schedule import Action, replay
-from lowtide.plan.simple import simple_policies
+from lowtide.plan.simple import FULL, NOTHING, simple_policies
 from lowtide.plan.simulate import simulate
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.solve import StageSolution, relaxed_seconds
@@ -37,7 +37,8 @@ HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
 SIMPLE_STAGES = 4
-"""Pipelines with more stages are compared with the two outermost simple ways only: each takes a simulation."""
+"""Pipelines with more stages are compared with the two outermost simple ways only, and shown in full for one stage:
+each takes a simulation."""
 
 
 def make_plan(
@@ -107,7 +108,9 @@ class _Found(NamedTuple):
     bound: float
     """Seconds of a step: see the note that the plan gives."""
     least: Policy | None
-    """What takes least memory."""
+    """What takes least memory of all that was simulated, stage by stage."""
+    least_reserved: list[int]
+    """How much that is."""
 
 
 class _Search:
@@ -143,7 +146,7 @@ class _Search:
             return [self.option("what is fixed", replace(self.fixed, origin="solver"))]
         ways = list(simple_policies(self.layers, swap=swap, recompute=recompute))
         if self.pipeline.stages > SIMPLE_STAGES:
-            ways = [one for one in ways if not one.name.startswith("recompute one")]
+            ways = [one for one in ways if one.name in (NOTHING, FULL)]
         return [self.option(one.name, one.policy, one.how) for one in ways]
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
@@ -154,7 +157,7 @@ class _Search:
         for share in LINK_SHARES if swap and self.pipeline.stages == 1 else LINK_SHARES[:1] * swap:
             ways.append(("swap and recompute" if recompute else "swap some operators", True, share))
         if not ways:
-            return _Found([], kept.seconds, None)
+            return _Found([], kept.seconds, None, [])
         fitted = [
             [self._fit(problem, kept, with_swap, recompute, share) for problem in self.problems]
             for _, with_swap, share in ways
@@ -173,7 +176,8 @@ class _Search:
             relaxed_seconds(problem, one.ceiling, swap=swap, recompute=recompute) or problem.seconds
             for problem, one in zip(self.problems, best, strict=True)
         ]
-        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least))
+        reserved = max(map(_reserved, least))
+        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least), [reserved])
 
     def _fit(self, problem: StageProblem, kept: Simulation, swap: bool, recompute: bool, share: float) -> Fitted:
         return fit_stage(
@@ -188,13 +192,16 @@ class _Search:
 
     def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
         """The fastest option that fits, and everything around it."""
-        smallest = [self.option("least memory", one) for one in (found.least,) if one is not None]
-        least = min(one.simulation.reserved for one in (*options, *smallest))
-        fitting = [one for one in (*options, *smallest) if one.fits]
+        fitting = [one for one in options if one.fits]
+        smallest: list[Option] = []
+        if not fitting and found.least is not None:
+            smallest = [self.option("least memory", found.least)]
+            fitting = [one for one in smallest if one.fits]
         feasible = bool(fitting)
         ways = fitting or [*options, *smallest]
+        least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
         chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
-        simulation = self.simulate(chosen.policy, details=True)
+        simulation = self._details(chosen)
         written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
         bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds
         return Plan(
@@ -215,6 +222,16 @@ class _Search:
             solve_seconds=solve_seconds,
             operators=planned_operators(self.trace, chosen.policy),
         )
+
+    def _details(self, chosen: Option) -> Simulation:
+        """What the plan does in full; of many stages, the one that needs most memory."""
+        if self.pipeline.stages <= SIMPLE_STAGES:
+            return self.simulate(chosen.policy, details=True)
+        stages = list(chosen.simulation.stages)
+        worst = max(range(len(stages)), key=lambda stage: stages[stage].reserved)
+        detailed = self.simulate(chosen.policy, stages=[worst], details=True).stages[0]
+        stages[worst] = replace(detailed, seconds=stages[worst].seconds)
+        return replace(chosen.simulation, stages=tuple(stages))
 
     def _policy(self, tries: Sequence[Try]) -> Policy:
         root = self.fixed.root if self.fixed is not None else None

@@ -74,14 +74,16 @@ def fit_stage(
         one = Try(solution, known[key], target)
         tries.append(one)
         room = budget - one.simulated.reserved
-        if least or (0 <= room < CLOSE * budget) or (room >= 0 and solution.seconds <= problem.seconds):
+        nothing_lost = solution.seconds <= problem.seconds and one.simulated.stall <= SAME * one.simulated.seconds
+        if least or (0 <= room < CLOSE * budget) or (room >= 0 and nothing_lost):
             break
         if room >= 0:
             low = one if low is None or one.target > low.target else low
         else:
             high = one if high is None or one.target < high.target else high
         if low is not None and high is not None:
-            if low.solution.seconds - high.solution.seconds < SAME * problem.seconds:
+            stalls = low.simulated.stall > SAME * low.simulated.seconds
+            if low.solution.seconds - high.solution.seconds < SAME * problem.seconds and not stalls:
                 break
             target = (low.target + high.target) // 2
         else:
