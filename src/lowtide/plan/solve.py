@@ -149,7 +149,8 @@ class _Stage:
         self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
         for case in problem.cases:
             self._fits(case)
-        self.waits = (model.variable(0, float("inf")), model.variable(0, float("inf")))
+        self.waits: list[int] = []
+        """For each link, how long the computation waits for it."""
         self._links(link_share)
 
     def extra_seconds(self) -> Iterable[tuple[int, float]]:
@@ -324,25 +325,35 @@ class _Stage:
         return beside + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
 
     def _links(self, share: float) -> None:
-        """Copies pass while the stage computes: out in forward, back in backward, or in both if another micro batch
-        runs meanwhile. For what takes longer the computation waits. And what is out is on the host."""
-        problem = self.problem
-        window_out = share * (problem.seconds if problem.overlap else problem.forward)
-        window_in = share * (problem.seconds if problem.overlap else problem.backward)
+        """Copies out pass in forward, and in the backward of another micro batch; copies back in the backward of their
+        own chunk. For what takes longer the computation waits. And what is out is on the host."""
+        problem, model = self.problem, self.model
         out: dict[int, float] = {}
-        back: dict[int, float] = {}
+        back: dict[int, dict[int, float]] = {}
         hosts: list[dict[int, float]] = [{} for _ in problem.cases]
         for group, unknowns in zip(problem.groups, self.unknowns, strict=True):
-            moved = {unknowns.whole_swapped: (group.cost.given, 1)}
-            moved[unknowns.boundary_swapped] = (group.cost.boundary, 1)
+            moved = {unknowns.boundary_swapped: (group.cost.boundary, 1)}
             for place, variable in unknowns.swapped.items():
                 moved[variable] = (group.cost.operators[place].held, group.cost.operators[place].copies)
+            returning = back.setdefault(group.chunk, {})
+            for variable, (bytes_, copies) in moved.items():
+                returning[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
+            moved[unknowns.whole_swapped] = (group.cost.given, 1)
             for variable, (bytes_, copies) in moved.items():
                 out[variable] = (bytes_ / problem.link_out + copies * problem.copy_latency) / _MILLI
-                back[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
                 for host, case in zip(hosts, problem.cases, strict=True):
                     host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB
-        for link, window, waiting in ((out, window_out, self.waits[0]), (back, window_in, self.waits[1])):
-            self.model.row({**link, waiting: -1.0}, -float("inf"), window / _MILLI)
+        windows = {chunk: self._hides(chunk) for chunk in back}
+        rows = [(out, problem.seconds if problem.overlap else problem.forward)]
+        rows += [(back[chunk], window) for chunk, window in windows.items()]
+        for link, window in rows:
+            self.waits.append(model.variable(0, float("inf")))
+            model.row({**link, self.waits[-1]: -1.0}, -float("inf"), share * window / _MILLI)
         for host in hosts:
-            self.model.row(host, -float("inf"), problem.host / _MIB)
+            model.row(host, -float("inf"), problem.host / _MIB)
+
+    def _hides(self, chunk: int) -> float:
+        """The time that a chunk's copies back can pass in: its backward, but for the last layer's, which is first."""
+        groups = [group for group in self.problem.groups if group.chunk == chunk]
+        last = max(groups, key=lambda group: group.layers[-1])
+        return sum(len(group.layers) * group.cost.backward for group in groups) - last.cost.backward
