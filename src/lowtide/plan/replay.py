@@ -76,8 +76,9 @@ class Instance:
     """One run of a part: a layer and a micro batch."""
 
     __slots__ = (
-        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "last", "layer", "micro_batch",
-        "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots", "starts", "used",
+        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
+        "layer", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots",
+        "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -89,12 +90,16 @@ class Instance:
         *,
         passes: bool = False,
         last: bool = False,
+        keeps: int | None = None,
     ) -> None:
         self.program, self.layer, self.micro_batch, self.offset = program, layer, micro_batch, offset
         self.last = last
         """Whether it is the last layer: after it, all that has to come back does so when backward begins."""
         self.passes = passes
         """Whether it keeps everything or nothing, and something of another layer is due in it."""
+        self.keeps = keeps
+        """A value that somebody else holds from when it is made: a pipeline, its last stage's logits."""
+        self.kept: Storage | None = None
         self.first = 0
         self.slots: dict[int, Storage] = {}
         """What the program holds."""
@@ -270,13 +275,16 @@ class Rank:
             if name:
                 self.where = (instance.layer, name, instance.micro_batch, "forward")
             if code == MAKE:
-                slots[number] = self.make(values[number].size)
+                slots[number] = storage = self.make(values[number].size)
+                if number == instance.keeps:
+                    storage.count += 1
+                    instance.kept = storage
             elif code == RUN:
                 self.run(timed[number])
             elif code == FREE:
-                storage = slots.pop(number, None)
-                if storage is not None:
-                    self.drop(storage)
+                freed = slots.pop(number, None)
+                if freed is not None:
+                    self.drop(freed)
             elif code == SAVE:
                 self._save(instance, number, actions[number].how)
             elif code == CALL:

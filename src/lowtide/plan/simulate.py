@@ -21,7 +21,7 @@ from lowtide.plan.program import Program, codes_of, compile_part
 from lowtide.plan.replay import Instance, Rank, Storage
 from lowtide.plan.schedule import Action, ActionKind, actions, position, replay
 from lowtide.plan.simulation import Share, Simulation, StageSimulation
-from lowtide.policy import Decision, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, resolve
+from lowtide.policy import Catalogue, Decision, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, resolve
 from lowtide.trace.trace import Part, Static, Trace
 
 __all__ = ["simulate"]
@@ -46,7 +46,7 @@ def simulate(
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
-    layers = _layers(trace, policy)
+    layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     shortened = _shortened(pipeline)
     schedule = actions(shortened)
@@ -76,18 +76,28 @@ _Decided: TypeAlias = tuple[Mapping[str, Decision], Keep | Swap, bool]
 """What becomes of a layer's operators, of its input, and whether it is recomputed as a whole."""
 
 
-def _layers(trace: Trace, policy: Policy | Resolution) -> list[_Decided]:
-    if isinstance(policy, Policy):
-        found = resolve(policy, trace.catalogue, require_match=False).layers
-        whole = [_is_whole(one) for one in policy.layers]
-    else:
-        found = policy.layers
-        whole = [
-            bool(one.decisions) and all(isinstance(each, Recompute) for each in one.decisions.values()) for one in found
-        ]
+def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> list[_Decided]:
+    """What is decided for each layer. A Policy is applied to each chunk alone, as a model of its own."""
+    if len(policy.layers) != len(trace.layers):
+        raise PlanError(f"the policy decides {len(policy.layers)} layers and the trace has {len(trace.layers)}")
+    found: dict[int, _Decided] = {}
+    for own in (chunk for stage in pipeline.placement for chunk in stage):
+        if isinstance(policy, Policy):
+            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own), root=LayerPolicy())
+            catalogue = Catalogue(tuple(trace.parts[trace.layers[layer]].catalogue for layer in own))
+            resolved = resolve(part, catalogue, require_match=False).layers
+            whole = [_is_whole(one) for one in part.layers]
+        else:
+            resolved = tuple(policy.layers[layer] for layer in own)
+            whole = [
+                bool(one.decisions) and all(isinstance(each, Recompute) for each in one.decisions.values())
+                for one in resolved
+            ]
+        for layer, one, all_of_it in zip(own, resolved, whole, strict=True):
+            found[layer] = (one.decisions, one.boundary, all_of_it)
     if len(found) != len(trace.layers):
-        raise PlanError(f"the policy decides {len(found)} layers and the trace has {len(trace.layers)}")
-    return [(one.decisions, one.boundary, all_of_it) for one, all_of_it in zip(found, whole, strict=True)]
+        raise PlanError(f"the pipeline places {len(found)} layers and the trace has {len(trace.layers)}")
+    return [found[layer] for layer in range(len(found))]
 
 
 def _is_whole(settings: LayerPolicy) -> bool:
@@ -335,7 +345,9 @@ class _Ends:
         self.rank = rank
         place = position(pipeline, stage, number)
         self.first, self.last = place == 0, place == pipeline.stages * pipeline.chunks - 1
+        self.split = pipeline.stages * pipeline.chunks > 1
         self.sent: Storage | None = None
+        self.latest: Storage | None = None
         given = 0 if self.first else _size(chunk[0].program.part, "input")
         returned = 0 if self.last else _size(chunk[-1].program.part, "output_gradient")
         self.inputs = [self._buffer(given) for _ in range(pipeline.micro_batches if given else 0)]
@@ -354,6 +366,14 @@ class _Ends:
         """The gradient of what it gave."""
         return _held(self.gradients, micro_batch)
 
+    def gave(self, output: Storage | None) -> None:
+        """What a forward gave is held until its backward has ended, and also until the next forward has."""
+        if output is not None and self.split:
+            output.count += 1
+        if self.latest is not None:
+            self.rank.drop(self.latest)
+        self.latest = output if self.split else None
+
     def send_back(self, gradient: Storage | None) -> None:
         """The gradient of the input is held until the next one is on its way."""
         if self.sent is not None:
@@ -363,6 +383,7 @@ class _Ends:
     def close(self) -> None:
         """The schedule has ended."""
         self.send_back(None)
+        self.gave(None)
 
 
 def _held(buffers: Sequence[Storage], micro_batch: int) -> Storage | None:
@@ -390,7 +411,15 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
     handed: list[Storage | None] = []
     across: list[Storage | None] = []
     for step in chunk:
-        instance = Instance(step.program, step.layer, micro_batch, step.offset, passes=step.passes, last=step.last)
+        instance = Instance(
+            step.program,
+            step.layer,
+            micro_batch,
+            step.offset,
+            passes=step.passes,
+            last=step.last,
+            keeps=step.program.part.result if ends.split else None,
+        )
         if step.program.part.name == "after":  # what was made before the layers and is freed here
             for number, left in zip(step.program.part.across, across, strict=False):
                 if left is not None:
@@ -410,7 +439,9 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
         instance.slots = {}
     for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         rank.drop(one)
-    return _Running(micro_batch, instances, until["backward"], storage)
+    output = instances[-1].kept if storage is None else storage
+    ends.gave(output)
+    return _Running(micro_batch, instances, until["backward"], output)
 
 
 def _backward(rank: Rank, running: _Running, ends: _Ends) -> None:

@@ -108,6 +108,8 @@ class Recorder(TorchDispatchMode):
         self.known: dict[int, int] = {}
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
+        self.result = -1
+        """The storage of the model's own output."""
         """The keys of storages that were there before: parameters, buffers, optimizer states."""
         self.managed: set[int] = set()
         """The keys of storages that somebody frees by hand, whoever holds them: gathered parameters."""

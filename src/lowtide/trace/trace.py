@@ -209,6 +209,9 @@ class Part:
     across: tuple[int, ...] = ()
     """Values that ``before`` makes and ``after`` frees in forward, in the same order in both. Where a pipeline parts
     the two, ``Value.until`` holds."""
+    result: int | None = None
+    """In ``after``: the model's own output, the logits, where the loss is computed from it. A pipeline's last stage
+    holds it until backward."""
     static: Static = field(default_factory=Static)
 
     @cached_property
