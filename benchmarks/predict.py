@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from lowtide.cost.device import Device
 from lowtide.plan.pipeline import Pipeline, ScheduleName, even_pipeline
 from lowtide.plan.simulate import simulate
 from lowtide.trace.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from predict_cases import (
     LAYERS,
     MODELS,
@@ -105,7 +108,7 @@ def on_tide(name: str, setting: Setting, count: int) -> Iterator[Case]:
     subject = Subject(name, setting, "tide")
     trace = without_times(subject.trace)
     device = calibrated(trace)
-    for number, (label, policy) in enumerate(policies_for(trace, seed_of(name, setting), count).items()):
+    for label, policy in policies_for(trace, seed_of(name, setting), count).items():
         for layout, micro_batches in MICRO_BATCHES.items():
             measured = subject.measure(policy, micro_batches)
             pipeline = even_pipeline(LAYERS, micro_batches=micro_batches)
@@ -242,5 +245,4 @@ def show(console: Console, cases: Sequence[Case], summary: dict[str, Any]) -> No
 
 
 if __name__ == "__main__":
-    sys.path[:0] = []
     main()
