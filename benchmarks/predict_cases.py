@@ -1,7 +1,7 @@
 """What predictions are compared with: models on tide, on the CPU and in pipeline stages, and how a step is measured.
 
-The models are the same everywhere: width 256, four layers, 512 tokens. Tensors are then large enough that what counts is
-what they are and not how an allocator rounds them, and a step takes a second on a CPU that computes for tide.
+The models are the same everywhere: width 256, four layers, 512 tokens. Tensors are then large enough that what counts
+is what they are and not how an allocator rounds them, and a step takes a second on a CPU that computes for tide.
 """
 
 from __future__ import annotations
@@ -33,7 +33,18 @@ from lowtide.trace.capture import capture
 from lowtide.trace.trace import Kernel, Part, Trace
 from parity_cases import random_policy
 
-__all__ = ["MODELS", "Measured", "Subject", "kernels_of", "measure_stage", "policies_for", "use_machine", "without_times"]
+__all__ = [
+    "LAYERS",
+    "MODELS",
+    "Measured",
+    "Subject",
+    "kernels_of",
+    "measure_on_cpu",
+    "measure_stage",
+    "policies_for",
+    "use_machine",
+    "without_times",
+]
 
 Setting: TypeAlias = Literal["fp32", "bf16"]
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 4, 1000, 4, 128
@@ -209,6 +220,7 @@ def measure_stage(name: str, schedule: str, micro_batches: int, policies: list[s
     model = model.train().to("tide")
     tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)).to("tide")
     hidden = torch.empty(BATCH, LENGTH, WIDTH, device="meta", requires_grad=True)
+    logits = torch.empty(BATCH, LENGTH, VOCABULARY, device="meta", requires_grad=True)
     found = []
     for text in policies:
         whole = Policy.from_json(text)
@@ -219,7 +231,7 @@ def measure_stage(name: str, schedule: str, micro_batches: int, policies: list[s
             size,
             torch.device("tide"),
             input_args=(torch.empty(BATCH, LENGTH, dtype=torch.int64, device="meta") if rank == 0 else hidden,),
-            output_args=(hidden if rank < size - 1 else torch.empty(BATCH, LENGTH, VOCABULARY, device="meta", requires_grad=True),),
+            output_args=(hidden if rank < size - 1 else logits,),
         )
         runner = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=loss_of, scale_grads=False)
         batch = tokens.repeat(micro_batches, 1)

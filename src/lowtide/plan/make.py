@@ -44,9 +44,10 @@ EVALUATIONS = 4000
 """Simulations of a layer that polishing may take: a model of 32 layers is simulated 125 times."""
 LEAST_EVALUATIONS = 16
 SIMPLE_STAGES = 4
-"""A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for one
-stage only, since each of these takes a simulation."""
+"""A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
+one stage only, since each of these takes a simulation."""
 CLOSE_OF_MANY = 0.03
+STALL_OF_MANY = 0.1
 ROUNDS_OF_MANY = 3
 
 
@@ -215,7 +216,8 @@ class _Search:
             rounds=ROUNDS_OF_MANY if self.many else ROUNDS,
         )
         found: Fitted = fit(swap=swap, link_share=share)
-        if self.many and swap and recompute and (found.best is None or found.best.stalls):
+        stalled = found.best is None or found.best.simulated.stall > STALL_OF_MANY * found.best.simulated.seconds
+        if self.many and swap and recompute and stalled:
             found = min(found, fit(swap=False), key=_badness)
         one = found.best or found.least
         self.offset = one.simulated.reserved - one.solution.memory

@@ -145,6 +145,8 @@ class Rank:
         self.schedule = Schedule(self._let_go)
         self.returning_bytes = 0
         self.host_bytes = self.host_peak = self.moved = 0
+        self.bytes = self.most_bytes = 0
+        """The tensors' own bytes, and the most of them."""
         self.recompute = 0.0
         self.gradients: dict[tuple[int | None, str, int], Storage] = {}
         self.where: tuple[int | None, str, int, Phase] = (None, "", 0, "forward")
@@ -164,6 +166,9 @@ class Rank:
         allocator = self.allocator
         before = allocator.peak
         storage = Storage(allocator.allocate(size), size)
+        self.bytes += size
+        if self.bytes > self.most_bytes:
+            self.most_bytes = self.bytes
         if self.live is not None:
             self._look(storage, allocator.peak > before)
         return storage
@@ -174,6 +179,7 @@ class Rank:
         if storage.count == 0:
             assert storage.block is not None
             self.allocator.release(storage.block)
+            self.bytes -= storage.size
             storage.block = None
             if self.live is not None:
                 del self.live[storage]
@@ -459,8 +465,11 @@ class Rank:
         values, timed = part.values, self.timed(part)
         slots: dict[int, Storage] = {}
         self._take(slots, part.taken_back, taken)
+        sums: frozenset[int] = frozenset()
         if part.output_gradient is not None and given is not None:
             slots[part.output_gradient] = given
+            if given.count > 1:  # autograd adds in place only to what nobody else has
+                sums = program.sums
         self.where = (instance.layer, "", instance.micro_batch, "backward")
         self._start(instance.due)
         for (code, number), name in zip(program.backward, self._names(program, "backward"), strict=False):
@@ -469,6 +478,9 @@ class Rank:
             if code == MAKE:
                 slots[number] = self.make(values[number].size)
             elif code == RUN:
+                if number in sums:
+                    sums = frozenset()
+                    self._add_apart(slots, number, part)
                 self.run(timed[number])
             elif code == FREE:
                 storage = slots.pop(number, None)
@@ -485,6 +497,14 @@ class Rank:
         for storage in slots.values():
             self.drop(storage)
         return result
+
+    def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
+        """A sum that would have been made in place gets memory of its own."""
+        for number in part.kernels[kernel].writes:
+            before = slots.get(number)
+            slots[number] = self.make(part.values[number].size)
+            if before is not None:
+                self.drop(before)
 
     def _add(self, instance: Instance, number: int, slots: dict[int, Storage]) -> None:
         """A parameter's gradient meets the one that is there."""
