@@ -346,11 +346,11 @@ class _Search:
                 f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
             )
         moment = worst.peak_at
-        after = {one.name for one in self.trace.after.operators}
+        after = {kernel.operator for kernel in self.trace.after.kernels}
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
-                f"the peak is at {moment.operator}, after the layers: no decision for layers lowers what the head and"
-                " the loss need; lowtide.chunked_cross_entropy computes both in pieces"
+                f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
+                " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
             "the bound is the simulated step without recompute, and what every Policy adds to it by the solver's bytes"
