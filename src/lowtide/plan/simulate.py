@@ -22,7 +22,7 @@ from lowtide.plan.stage import Decided, Stage, boundary_bytes
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, resolve
 from lowtide.trace.trace import Trace
 
-__all__ = ["simulate"]
+__all__ = ["shortened", "simulate"]
 
 
 def simulate(
@@ -48,14 +48,14 @@ def simulate(
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     make = partial(Stage, trace, layers, device, pipeline)
     played = {stage: make(stage, details=details) for stage in wanted}
-    shortened = _shortened(pipeline)
-    more = pipeline.micro_batches / shortened.micro_batches
+    short = shortened(pipeline)
+    more = pipeline.micro_batches / short.micro_batches
     transfer = _transfer_seconds(trace, device, pipeline)
-    if stages is None and shortened is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
         step = _together(played, pipeline, transfer)
         ends, bubble = list(step.ends), step.bubble
     else:
-        for stage, actions_of_it in enumerate(actions(shortened)):
+        for stage, actions_of_it in enumerate(actions(short)):
             for action in actions_of_it if stage in played else ():
                 played[stage].act(action)
         seconds = {stage: _Seconds(one) for stage, one in played.items()}
@@ -72,7 +72,7 @@ def simulate(
         ends[stage] += one.optimizer_seconds
         if details:  # once more, to see what is there at the peak
             again = make(stage, details=True, stop_at=one.rank.peak_allocation)
-            for action in actions(shortened)[stage]:
+            for action in actions(short)[stage]:
                 again.act(action)
             again.finish(optimizer=optimizer)
             result = replace(result, shares=again.shares())
@@ -154,18 +154,18 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _shortened(pipeline: Pipeline) -> Pipeline:
+def shortened(pipeline: Pipeline) -> Pipeline:
     """The same pipeline with fewer micro batches, where more of them hold no more memory at one time."""
+    stages, micro_batches = pipeline.stages, pipeline.micro_batches
+    group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
     enough = {
-        "1f1b": pipeline.stages + 2,
-        "interleaved": pipeline.stages * (pipeline.chunks + 2),
-        "zero_bubble": pipeline.stages * (pipeline.chunks + 2),
-        "zero_bubble_v": 4 * pipeline.stages,
-        "dualpipe_v": 4 * pipeline.stages,
-    }.get(pipeline.schedule)
-    if enough is None or enough >= pipeline.micro_batches:
-        return pipeline
-    return replace(pipeline, micro_batches=enough)
+        "1f1b": stages + 2,
+        "interleaved": 3 * group,
+        "zero_bubble": 3 * group if pipeline.chunks > 1 else 2 * stages + 2,
+        "zero_bubble_v": 4 * stages,
+        "dualpipe_v": 4 * stages,
+    }.get(pipeline.schedule, micro_batches)
+    return pipeline if enough >= micro_batches else replace(pipeline, micro_batches=enough)
 
 
 def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:
