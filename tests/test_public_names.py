@@ -46,6 +46,7 @@ NAMES = [
     "Verification",
     "VerificationError",
     "apply",
+    "chunked_cross_entropy",
     "load_policy",
     "plan",
     "resolve",

@@ -143,9 +143,11 @@ def test_a_report_of_nothing_is_a_usage_error() -> None:
 
 
 def test_a_directory_that_is_not_there_is_said(trace: Path, tmp_path: Path) -> None:
-    code, _, err = run("plan", trace, "--budget", "80GiB", "-o", tmp_path / "none" / "policy.json")
+    options = ("-o", tmp_path / "none" / "policy.json", "--save", tmp_path / "plan.json")
+    code, _, err = run("plan", trace, "--budget", "80GiB", *options)
     assert code == 1
     assert "No such file" in err
+    assert load_plan(tmp_path / "plan.json").feasible  # what can be written is
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "report"])

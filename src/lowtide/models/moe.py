@@ -155,18 +155,24 @@ class Plan(nn.Module):
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         ours, theirs = counts.view(ranks, -1), arriving.view(ranks, -1)
+        sent, received = self.lengths(ours, theirs, len(order))
         by_expert = torch.arange(theirs.shape[1], device=flat.device).repeat(ranks)
-        by_expert = by_expert.repeat_interleave(theirs.flatten()).argsort(stable=True)
+        by_expert = by_expert.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
         return Planned(
             order // chosen,
             order,
             places,
             theirs.sum(0),
-            ours.sum(1).tolist(),
-            theirs.sum(1).tolist(),
+            sent,
+            received,
             by_expert,
             by_expert.argsort(),
         )
+
+    def lengths(self, ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:
+        """How many of ``slots`` go to each rank, and how many come from each. A trace, which has no values to look at,
+        puts something else here."""
+        return ours.sum(1).tolist(), theirs.sum(1).tolist()
 
     def _within_capacity(
         self, experts: Tensor, weights: Tensor, order: Tensor, counts: Tensor, factor: float

@@ -74,9 +74,11 @@ def expand(
                 for name, distance in found.items():
                     known[name] = max(distance, known.get(name, 0))
     made: dict[tuple[object, ...], LayerPolicy] = {}
+    shared: dict[LayerPolicy, LayerPolicy] = {}  # equal layers share one object, so they resolve once
     for choice in choices.values():
         if choice.key not in made:
-            made[choice.key] = layer_policy(choice, distances.get(choice.key, {}))
+            policy = layer_policy(choice, distances.get(choice.key, {}))
+            made[choice.key] = shared.setdefault(policy, policy)
     keep = LayerPolicy()
     decided = tuple(made[choices[layer].key] if layer in choices else keep for layer in range(layers))
     return Policy(layers=decided, root=root or LayerPolicy(), origin="solver")
@@ -100,8 +102,7 @@ def choices_of(groups: Iterable[GroupCounts]) -> dict[int, Choice]:
         swaps = {**counts.swapped, BOUNDARY: counts.boundary_swapped}
         for name in sorted(swaps, key=lambda name: (-sizes[name], name)):
             free = [choice for choice in others if name not in choice.operators]
-            # What the last layer swaps comes back at once.
-            busy = sorted(range(len(free)), key=lambda place: (free[place] is others[-1], free[place].moved, place))
+            busy = sorted(range(len(free)), key=lambda place: (free[place].moved, place))
             for place in busy[: swaps[name]]:
                 free[place].operators[name] = "swap"
     return choices

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 __all__ = ["LinearProgram"]
 
@@ -10,6 +13,19 @@ GAP = 5e-4
 """The gap at which HiGHS stops."""
 NODES = 1000
 """Branches after which HiGHS stops with the best that it has. Not seconds: the same question has the same answer."""
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """HiGHS writes a line of its own to stdout now and then, where somebody may read JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 class LinearProgram:
@@ -51,15 +67,17 @@ class LinearProgram:
         cost = np.zeros(len(self.lower))
         for variable, value in self.cost.items():
             cost[variable] = value
-        result = milp(
-            cost,
-            integrality=np.array(self.integer),
-            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
-            constraints=LinearConstraint(
-                matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
-            ),
-            options={"mip_rel_gap": GAP, "node_limit": NODES},
+        rows = LinearConstraint(
+            matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
         )
+        with _stdout_to_stderr():
+            result = milp(
+                cost,
+                integrality=np.array(self.integer),
+                bounds=Bounds(np.array(self.lower), np.array(self.upper)),
+                constraints=rows,
+                options={"mip_rel_gap": GAP, "node_limit": NODES},
+            )
         if result.x is None:
             return None
         dual = result.mip_dual_bound

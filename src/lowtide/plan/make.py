@@ -16,8 +16,9 @@ from lowtide.plan.expand import expand
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Option, Plan
 from lowtide.plan.planned import planned_operators
-from lowtide.plan.problem import StageProblem, stage_problems
-from lowtide.plan.repair import Fitted, Try, fit_stage
+from lowtide.plan.polish import Judged, Polisher
+from lowtide.plan.problem import LayerCost, StageProblem, layer_cost, stage_problems
+from lowtide.plan.repair import CLOSE, ROUNDS, Fitted, Try, fit_stage
 from lowtide.plan.schedule import Action, replay
 from lowtide.plan.simple import simple_policies
 from lowtide.plan.simulate import simulate
@@ -36,8 +37,18 @@ longer to simulate, get the first."""
 HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
+POLISHED = 3
+"""The ways that are polished, and one more that recomputes what is cheapest for each byte."""
+POLISHED_NAME = "decided operator by operator"
+EVALUATIONS = 4000
+"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 125 times."""
+LEAST_EVALUATIONS = 16
 SIMPLE_STAGES = 4
-"""Pipelines with more stages are compared with the two outermost simple ways only: each takes a simulation."""
+"""A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
+one stage only, since each of these takes a simulation."""
+CLOSE_OF_MANY = 0.03
+STALL_OF_MANY = 0.1
+ROUNDS_OF_MANY = 3
 
 
 def make_plan(
@@ -82,8 +93,12 @@ def make_plan(
     begin, search.simulating = time.perf_counter(), 0.0
     found = search.fit(options[0].simulation, swap=swap, recompute=recompute)
     solve_seconds = time.perf_counter() - begin - search.simulating
+    options += found.options
+    if pipeline.stages == 1 and fixed is None and recompute:
+        progress("polishing")
+        options += search.polished(options, [layer_cost(part, seconds) for part in trace.parts])
     progress("simulating the plan")
-    return search.plan(found, [*options, *found.options], solve_seconds)
+    return search.plan(found, options, solve_seconds)
 
 
 class _Seconds:
@@ -107,7 +122,9 @@ class _Found(NamedTuple):
     bound: float
     """Seconds of a step: see the note that the plan gives."""
     least: Policy | None
-    """What takes least memory."""
+    """What takes least memory of all that was simulated, stage by stage."""
+    least_reserved: list[int]
+    """How much that is."""
 
 
 class _Search:
@@ -125,7 +142,10 @@ class _Search:
         self.trace, self.device, self.pipeline = trace, device, pipeline
         self.problems, self.budget, self.fixed = problems, budget, fixed
         self.layers = len(trace.layers)
+        self.many = pipeline.stages > SIMPLE_STAGES
         self.simulating = 0.0
+        self.offset: int | None = None
+        """How much more than the solver's bytes the simulator found for the stage before."""
 
     def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
         begin = time.perf_counter()
@@ -142,23 +162,24 @@ class _Search:
         if self.fixed is not None:
             return [self.option("what is fixed", replace(self.fixed, origin="solver"))]
         ways = list(simple_policies(self.layers, swap=swap, recompute=recompute))
-        if self.pipeline.stages > SIMPLE_STAGES:
-            ways = [one for one in ways if not one.name.startswith("recompute one")]
+        if self.many:
+            ways = ways[:1]
         return [self.option(one.name, one.policy, one.how) for one in ways]
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
         """The plans with and without swap, and a bound."""
-        ways: list[tuple[str, bool, float]] = []
-        if recompute:
-            ways.append(("recompute some operators", False, 1.0))
-        for share in LINK_SHARES if swap and self.pipeline.stages == 1 else LINK_SHARES[:1] * swap:
-            ways.append(("swap and recompute" if recompute else "swap some operators", True, share))
+        both = "swap and recompute" if recompute else "swap some operators"
+        ways = [(both, True, share) for share in LINK_SHARES if swap]
+        if self.many:
+            ways = ways[:1]
+        if recompute and not (self.many and swap):
+            ways.insert(0, ("recompute some operators", False, 1.0))
         if not ways:
-            return _Found([], kept.seconds, None)
-        fitted = [
-            [self._fit(problem, kept, with_swap, recompute, share) for problem in self.problems]
-            for _, with_swap, share in ways
-        ]
+            return _Found([], kept.seconds, None, [])
+        fitted = []
+        for _, with_swap, share in ways:
+            self.offset = None
+            fitted.append([self._fit(problem, kept, with_swap, recompute, share) for problem in self.problems])
         options: dict[str, Option] = {}
         for (name, *_), stages in zip(ways, fitted, strict=True):
             option = self.option(name, self._policy([one.best or one.least for one in stages]), HOW)
@@ -170,31 +191,70 @@ class _Search:
             options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
         least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted, strict=True)]
         seconds = [
-            relaxed_seconds(problem, one.ceiling, swap=swap, recompute=recompute) or problem.seconds
+            # A budget that the model takes to be too small for anything says no more than the least that it allows.
+            relaxed_seconds(problem, max(one.ceiling, one.least.solution.memory), swap=swap, recompute=recompute)
+            or problem.seconds
             for problem, one in zip(self.problems, best, strict=True)
         ]
-        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least))
+        reserved = max(map(_reserved, least))
+        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least), [reserved])
 
     def _fit(self, problem: StageProblem, kept: Simulation, swap: bool, recompute: bool, share: float) -> Fitted:
-        return fit_stage(
+        """The fastest for one stage. Of many stages, one starts from what was found for the stage before."""
+        offset = self._offset(problem, kept)
+        if self.many:
+            # The allocator loses about the same share of what is held.
+            offset = offset * self.budget // kept.stages[problem.stage].reserved if self.offset is None else self.offset
+        fit = partial(
+            fit_stage,
             problem,
             self.budget,
             partial(self._stage, problem),
-            offset=self._offset(problem, kept),
-            swap=swap,
+            offset=offset,
             recompute=recompute,
-            link_share=share,
+            close=CLOSE_OF_MANY if self.many else CLOSE,
+            rounds=ROUNDS_OF_MANY if self.many else ROUNDS,
         )
+        found: Fitted = fit(swap=swap, link_share=share)
+        stalled = found.best is None or found.best.simulated.stall > STALL_OF_MANY * found.best.simulated.seconds
+        if self.many and swap and recompute and stalled:
+            found = min(found, fit(swap=False), key=_badness)
+        one = found.best or found.least
+        self.offset = one.simulated.reserved - one.solution.memory
+        return found
+
+    def polished(self, options: Sequence[Option], costs: Sequence[LayerCost]) -> list[Option]:
+        """The fastest ways that fit, made faster with the simulator: see :mod:`lowtide.plan.polish`."""
+
+        def judge(policy: Policy) -> Judged:
+            simulation = self.simulate(policy)
+            return Judged(simulation.seconds, simulation.reserved)
+
+        polisher = Polisher(self.trace, costs, judge, self.budget)
+        fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
+        starts = list({one.policy.digest: one.policy for one in fitting}.values())[:POLISHED]
+        cheapest = polisher.cheapest_first()
+        starts += [cheapest] if cheapest is not None else []
+        evaluations = max(LEAST_EVALUATIONS, EVALUATIONS // (self.layers * max(1, len(starts))))
+        found = [polisher.polish(start, evaluations) for start in starts]
+        fit = [(judged.seconds, policy) for policy, judged in found if judged.reserved <= self.budget]
+        if not fit:
+            return []
+        best = min(fit, key=lambda one: one[0])[1]
+        return [self.option(POLISHED_NAME, best, HOW)] if all(best != one.policy for one in options) else []
 
     def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
         """The fastest option that fits, and everything around it."""
-        smallest = [self.option("least memory", one) for one in (found.least,) if one is not None]
-        least = min(one.simulation.reserved for one in (*options, *smallest))
-        fitting = [one for one in (*options, *smallest) if one.fits]
+        fitting = [one for one in options if one.fits]
+        smallest: list[Option] = []
+        if not fitting and found.least is not None:
+            smallest = [self.option("least memory", found.least)]
+            fitting = [one for one in smallest if one.fits]
         feasible = bool(fitting)
         ways = fitting or [*options, *smallest]
+        least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
         chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
-        simulation = self.simulate(chosen.policy, details=True)
+        simulation = self._details(chosen)
         written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
         bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds
         return Plan(
@@ -215,6 +275,16 @@ class _Search:
             solve_seconds=solve_seconds,
             operators=planned_operators(self.trace, chosen.policy),
         )
+
+    def _details(self, chosen: Option) -> Simulation:
+        """What the plan does in full; of many stages, the one that needs most memory."""
+        if not self.many:
+            return self.simulate(chosen.policy, details=True)
+        stages = list(chosen.simulation.stages)
+        worst = max(range(len(stages)), key=lambda stage: stages[stage].reserved)
+        detailed = self.simulate(chosen.policy, stages=[worst], details=True).stages[0]
+        stages[worst] = replace(detailed, seconds=stages[worst].seconds)
+        return replace(chosen.simulation, stages=tuple(stages))
 
     def _policy(self, tries: Sequence[Try]) -> Policy:
         root = self.fixed.root if self.fixed is not None else None
@@ -252,8 +322,9 @@ class _Search:
 
     def _curve(self, kept: Simulation, least: int) -> tuple[tuple[int, float], ...]:
         points = []
-        for number in range(POINTS):
-            budget = least + (kept.reserved - least) * number // (POINTS - 1)
+        points_wanted = POINTS // 2 if self.many else POINTS
+        for number in range(points_wanted):
+            budget = least + (kept.reserved - least) * number // (points_wanted - 1)
             seconds = [relaxed_seconds(problem, budget - self._offset(problem, kept)) for problem in self.problems]
             found = [one for one in seconds if one is not None]
             if len(found) == len(seconds):
@@ -275,11 +346,11 @@ class _Search:
                 f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
             )
         moment = worst.peak_at
-        after = {one.name for one in self.trace.after.operators}
+        after = {kernel.operator for kernel in self.trace.after.kernels}
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
-                f"the peak is at {moment.operator}, after the layers: no decision for layers lowers what the head and"
-                " the loss need; lowtide.chunked_cross_entropy computes both in pieces"
+                f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
+                " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
             "the bound is the simulated step without recompute, and what every Policy adds to it by the solver's bytes"

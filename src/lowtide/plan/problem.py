@@ -114,6 +114,8 @@ class Group(NamedTuple):
     """Whether its layers are to be recomputed as a whole."""
     pinned_boundary: bool = False
     """Whether its layers' input is to be swapped."""
+    last: bool = False
+    """Whether it is the last layer of its chunk: backward begins with it, so what it swaps would come back at once."""
 
 
 class Case(NamedTuple):
@@ -260,11 +262,12 @@ def stage_problems(
             pins: dict[object, tuple[Mapping[str, Decision], bool, bool]] = {}
             for layer in layers:
                 pin = _pins(fixed, layer)
-                key = (costs[trace.layers[layer]].alike, tuple(pin[0].items()), *pin[1:])
+                key = (costs[trace.layers[layer]].alike, tuple(pin[0].items()), *pin[1:], layer == layers[-1])
                 pins[key] = pin
                 alike.setdefault(key, []).append(layer)
             groups += [
-                Group(chunk, tuple(found), costs[trace.layers[found[0]]], *pins[key]) for key, found in alike.items()
+                Group(chunk, tuple(found), costs[trace.layers[found[0]]], *pins[key], last=found[0] == layers[-1])
+                for key, found in alike.items()
             ]
             parts = [costs[trace.layers[layer]] for layer in layers]
             extra = [before] * first + [after] * last
@@ -352,15 +355,29 @@ def _cases(
             held[action.chunk] -= 1
             there[action.chunk] = gradients[action.chunk]
     cases = [Case(counts, chunk, base, passing[chunk]) for (counts, chunk), base in found.items()]
-    return tuple(one for one in cases if not any(_includes(other, one) for other in cases if other is not one))
+    # Memory is linear in the counts, so a moment between two others is never the worst.
+    for one in sorted(cases):
+        others = [other for other in cases if other != one and other.running == one.running]
+        pairs = ((first, second) for place, first in enumerate(others) for second in others[place:])
+        if any(_between(one, first, second) for first, second in pairs):
+            cases.remove(one)
+    return tuple(cases)
 
 
-def _includes(other: Case, one: Case) -> bool:
-    return (
-        other.running == one.running
-        and other.base >= one.base
-        and all(a >= b for a, b in zip(other.in_flight, one.in_flight, strict=True))
-    )
+def _between(one: Case, first: Case, second: Case) -> bool:
+    """Whether some mixture of two moments holds at least as much as ``one``."""
+    low, high = 0.0, 1.0
+    rows = ((*case.in_flight, case.base) for case in (one, first, second))
+    for count, a, b in zip(*rows, strict=True):
+        # share * a + (1 - share) * b >= count
+        if a == b:
+            if a < count:
+                return False
+        elif a > b:
+            low = max(low, (count - b) / (a - b))
+        else:
+            high = min(high, (count - b) / (a - b))
+    return low <= high + 1e-12
 
 
 def _host_shares(trace: Trace, device: Device, pipeline: Pipeline, host_memory: int | None) -> tuple[int, ...]:

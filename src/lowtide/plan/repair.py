@@ -18,6 +18,8 @@ __all__ = ["Fitted", "Try", "fit_stage"]
 
 CLOSE = 2e-3
 """A simulated stage this near to its budget, as a share of it, is near enough."""
+ROUNDS = 6
+STALL = 2e-3
 SAME = 5e-4
 """So are two budgets between which the solver's time differs by this share."""
 
@@ -29,6 +31,11 @@ class Try(NamedTuple):
     simulated: StageSimulation
     target: int
     """The budget that the solver was told."""
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the computation waits for copies for more than a moment."""
+        return self.simulated.stall > STALL * self.simulated.seconds
 
 
 class Fitted(NamedTuple):
@@ -51,11 +58,13 @@ def fit_stage(
     swap: bool = True,
     recompute: bool = True,
     link_share: float = 1.0,
-    rounds: int = 6,
+    close: float = CLOSE,
+    rounds: int = ROUNDS,
 ) -> Fitted:
     """The fastest counts whose simulated memory is within ``budget``.
 
-    ``offset`` is a guess of how much more than the solver's bytes the simulator will find.
+    ``offset`` is a guess of how much more than the solver's bytes the simulator will find. It ends after ``rounds``, or
+    with a share of the budget below ``close`` unused.
     """
     tries: list[Try] = []
     known: dict[tuple[object, ...], StageSimulation] = {}
@@ -74,14 +83,15 @@ def fit_stage(
         one = Try(solution, known[key], target)
         tries.append(one)
         room = budget - one.simulated.reserved
-        if least or (0 <= room < CLOSE * budget) or (room >= 0 and solution.seconds <= problem.seconds):
+        nothing_lost = solution.seconds <= problem.seconds and not one.stalls
+        if least or (0 <= room < close * budget) or (room >= 0 and nothing_lost):
             break
         if room >= 0:
             low = one if low is None or one.target > low.target else low
         else:
             high = one if high is None or one.target < high.target else high
         if low is not None and high is not None:
-            if low.solution.seconds - high.solution.seconds < SAME * problem.seconds:
+            if low.solution.seconds - high.solution.seconds < SAME * problem.seconds and not low.stalls:
                 break
             target = (low.target + high.target) // 2
         else:

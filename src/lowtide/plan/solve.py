@@ -144,12 +144,11 @@ class _Stage:
         link_share: float = 1.0,
     ) -> None:
         self.problem, self.model, self.most = problem, model, most
-        self.again: dict[int, dict[int, tuple[tuple[int, ...], float]]] = {}
-        self.again_bytes: dict[int, dict[int, float]] = {}
         self.unknowns = [self._group(group, swap, recompute) for group in problem.groups]
         for case in problem.cases:
             self._fits(case)
-        self.waits = (model.variable(0, float("inf")), model.variable(0, float("inf")))
+        self.waits: list[int] = []
+        """For each link, how long the computation waits for it."""
         self._links(link_share)
 
     def extra_seconds(self) -> Iterable[tuple[int, float]]:
@@ -196,14 +195,12 @@ class _Stage:
     def _tight(self, values: list[float]) -> list[float]:
         """The same counts, whole, and no more beside them than they need."""
         values = [round(one) if integer else one for one, integer in zip(values, self.model.integer, strict=True)]
-        for place, (group, unknowns) in enumerate(zip(self.problem.groups, self.unknowns, strict=True)):
+        for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             for number, variable in unknowns.held.items():
                 storage = group.cost.inputs[number]
                 owner = unknowns.recomputed.get(storage.owner) if storage.owner is not None else None
                 reading = max(values[unknowns.recomputed[one]] for one in storage.readers if one in unknowns.recomputed)
                 values[variable] = max(0.0, reading - (values[owner] if owner is not None else 0.0))
-            for variable, (needs, at_least) in self.again.get(place, {}).items():
-                values[variable] = max(0.0, at_least + sum(values[one] for one in needs))
         return values
 
     def _group(self, group: Group, swap: bool, recompute: bool) -> _Unknowns:
@@ -212,6 +209,7 @@ class _Stage:
         whole_at_least = count if group.pinned_whole else 0
         can_whole = (recompute and not group.pinned) or group.pinned_whole
         whole = model.variable(0, count if can_whole else 0, integer=True)
+        swap = swap and not group.last
         can_swap_input = swap or group.pinned_boundary
         whole_swapped = model.variable(0, count if can_whole and can_swap_input else 0, integer=True)
         model.row({whole: 1, whole_swapped: 1}, whole_at_least, count)
@@ -277,7 +275,7 @@ class _Stage:
     def _fits(self, case: Case) -> None:
         terms, beside = self._case(case)
         again = self._there_again(case) if case.rebuilding else {}
-        self.model.row({**terms, **again, self.most: -1.0}, -float("inf"), -beside)
+        self.model.row({**_sum(terms, again), self.most: -1.0}, -float("inf"), -beside)
         if not case.rebuilding:
             return
         # Layers that are recomputed as a whole come first in their chunk. When backward reaches them, what the others
@@ -298,51 +296,55 @@ class _Stage:
             self.model.row({**row, self.most: -1.0}, -float("inf"), -constant)
 
     def _there_again(self, case: Case) -> dict[int, float]:
-        """What every layer of the chunk's last group gives up: it is there once more when the last layer begins."""
-        running = [place for place, group in enumerate(self.problem.groups) if group.chunk == case.running]
-        if not running:
-            return {}
-        last = max(running, key=lambda place: self.problem.groups[place].layers[-1])
-        if last not in self.again:
-            group, unknowns = self.problem.groups[last], self.unknowns[last]
-            self.again[last], self.again_bytes[last] = {}, {}
-            for place, one in enumerate(group.cost.operators):
-                given_up = [table[place] for table in (unknowns.recomputed, unknowns.swapped) if place in table]
-                if not given_up or not one.held:
-                    continue
-                given_up += [unknowns.whole, unknowns.whole_swapped]
-                variable, at_least = self.model.variable(0, 1), 1.0 - len(group.layers)
-                row = {variable: 1.0, **dict.fromkeys(given_up, -1.0)}
-                self.model.row(row, at_least, float("inf"))
-                self.again[last][variable] = tuple(given_up), at_least
-                self.again_bytes[last][variable] = one.held / _MIB
-        return self.again_bytes[last]
+        """What the last layer of the running chunk has given up is there once more when its backward begins."""
+        terms: dict[int, float] = {}
+        for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
+            if group.last and group.chunk == case.running:
+                for table in (unknowns.recomputed, unknowns.swapped):
+                    terms |= {variable: group.cost.operators[place].held / _MIB for place, variable in table.items()}
+                everything = sum(one.held for one in group.cost.operators) / _MIB
+                terms |= {unknowns.whole: everything, unknowns.whole_swapped: everything}
+        return terms
 
     def _memory(self, case: Case, values: list[float]) -> float:
         terms, beside = self._case(case)
-        terms = {**terms, **(self._there_again(case) if case.rebuilding else {})}
+        terms = _sum(terms, self._there_again(case)) if case.rebuilding else terms
         return beside + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
 
     def _links(self, share: float) -> None:
-        """Copies pass while the stage computes: out in forward, back in backward, or in both if another micro batch
-        runs meanwhile. For what takes longer the computation waits. And what is out is on the host."""
-        problem = self.problem
-        window_out = share * (problem.seconds if problem.overlap else problem.forward)
-        window_in = share * (problem.seconds if problem.overlap else problem.backward)
+        """Copies out pass in forward, and in the backward of another micro batch; copies back in the backward of their
+        own chunk. For what takes longer the computation waits. And what is out is on the host."""
+        problem, model = self.problem, self.model
         out: dict[int, float] = {}
-        back: dict[int, float] = {}
+        back: dict[int, dict[int, float]] = {}
         hosts: list[dict[int, float]] = [{} for _ in problem.cases]
         for group, unknowns in zip(problem.groups, self.unknowns, strict=True):
-            moved = {unknowns.whole_swapped: (group.cost.given, 1)}
-            moved[unknowns.boundary_swapped] = (group.cost.boundary, 1)
+            moved = {unknowns.boundary_swapped: (group.cost.boundary, 1)}
             for place, variable in unknowns.swapped.items():
                 moved[variable] = (group.cost.operators[place].held, group.cost.operators[place].copies)
+            returning = back.setdefault(group.chunk, {})
+            for variable, (bytes_, copies) in moved.items():
+                returning[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
+            moved[unknowns.whole_swapped] = (group.cost.given, 1)
             for variable, (bytes_, copies) in moved.items():
                 out[variable] = (bytes_ / problem.link_out + copies * problem.copy_latency) / _MILLI
-                back[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
                 for host, case in zip(hosts, problem.cases, strict=True):
                     host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB
-        for link, window, waiting in ((out, window_out, self.waits[0]), (back, window_in, self.waits[1])):
-            self.model.row({**link, waiting: -1.0}, -float("inf"), window / _MILLI)
+        windows = {chunk: self._hides(chunk) for chunk in back}
+        rows = [(out, problem.seconds if problem.overlap else problem.forward)]
+        rows += [(back[chunk], window) for chunk, window in windows.items()]
+        for link, window in rows:
+            self.waits.append(model.variable(0, float("inf")))
+            model.row({**link, self.waits[-1]: -1.0}, -float("inf"), share * window / _MILLI)
         for host in hosts:
-            self.model.row(host, -float("inf"), problem.host / _MIB)
+            model.row(host, -float("inf"), problem.host / _MIB)
+
+    def _hides(self, chunk: int) -> float:
+        """The time that a chunk's copies back can pass in: its backward, but for the last layer's, which is first."""
+        groups = [group for group in self.problem.groups if group.chunk == chunk]
+        last = max(groups, key=lambda group: group.layers[-1])
+        return sum(len(group.layers) * group.cost.backward for group in groups) - last.cost.backward
+
+
+def _sum(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    return {variable: one.get(variable, 0.0) + other.get(variable, 0.0) for variable in {**one, **other}}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulation import StageSimulation
-from lowtide.report.axes import Figure, budget_label, budget_line, byte_scale, short, time_scale
+from lowtide.report.axes import Figure, budget_marks, byte_scale, short, time_scale
 from lowtide.report.words import KINDS, decision_kind, recommended, ways
 from lowtide.units import format_bytes, format_seconds
 
@@ -19,7 +19,8 @@ def curve_figure(plan: Plan) -> Figure:
     """The fastest step for each budget, and the ways to run as points."""
     best = recommended(plan)
     points = [(one, one.simulation.reserved, one.simulation.seconds) for one in ways(plan)]
-    memory = byte_scale(max([plan.budget, *(size for _, size, _ in points), *(size for size, _ in plan.curve)]))
+    highest = max([plan.simulation.reserved, *(size for _, size, _ in points), *(size for size, _ in plan.curve)])
+    memory = byte_scale(highest)
     time = time_scale(max([*(at for _, _, at in points), *(at for _, at in plan.curve)], default=0.0))
     curve = sorted(plan.curve)
     traces: list[Figure] = []
@@ -61,15 +62,15 @@ def curve_figure(plan: Plan) -> Figure:
             },
         }
     )
-    at = short(plan.budget / memory.size)
+    marks = budget_marks(plan.budget, highest, memory, upright=True)
     return {
         "data": traces,
         "layout": {
             "height": 380,
             "xaxis": {"title": {"text": "reserved memory"}, "ticksuffix": f" {memory.unit}", "nticks": 7},
             "yaxis": {"title": {"text": "time of a step"}, "ticksuffix": f" {time.unit}", "nticks": 6},
-            "shapes": [budget_line(at, upright=True)],
-            "annotations": [budget_label(f"budget {format_bytes(plan.budget)}", x=at, y=1, yref="paper")],
+            "shapes": marks.shapes,
+            "annotations": marks.labels,
         },
         "narrow": {"height": 340, "xaxis.nticks": 4, "yaxis.title.text": ""},
     }
@@ -77,10 +78,11 @@ def curve_figure(plan: Plan) -> Figure:
 
 def grid_figure(plan: Plan) -> Figure:
     """Layers across, operators down, coloured by decision."""
+    layers = len(plan.operators)
     names = list(dict.fromkeys(one.name for layer in plan.operators for one in layer))
     places = {name: row for row, name in enumerate(names)}
-    colours: list[list[int | None]] = [[None] * len(plan.operators) for _ in names]
-    texts: list[list[str]] = [[""] * len(plan.operators) for _ in names]
+    colours: list[list[int | None]] = [[None] * layers for _ in names]
+    texts: list[list[str]] = [[""] * layers for _ in names]
     for column, layer in enumerate(plan.operators):
         for one in layer:
             colours[places[one.name]][column] = KINDS.index(decision_kind(one.decision))
@@ -99,7 +101,7 @@ def grid_figure(plan: Plan) -> Figure:
         "zmax": 2.5,
         "colorscale": scale,
         "showscale": False,
-        "xgap": 1 if len(plan.operators) <= 64 else 0,
+        "xgap": 1 if layers <= 64 else 0,
         "ygap": 1,
     }
     edges = _stage_edges(plan)
@@ -107,7 +109,12 @@ def grid_figure(plan: Plan) -> Figure:
         "data": [heatmap],
         "layout": {
             "height": 90 + 19 * len(names),
-            "xaxis": {"title": {"text": "layer"}, "nticks": 16, "showgrid": False, "zeroline": False},
+            "xaxis": {
+                "title": {"text": "layer"},
+                "dtick": -(-layers // 16),
+                "range": [-0.5, layers - 0.5],
+                "showgrid": False,
+            },
             "yaxis": {
                 "autorange": "reversed",
                 "showgrid": False,
@@ -130,7 +137,7 @@ def grid_figure(plan: Plan) -> Figure:
                 for edge in edges
             ],
         },
-        "narrow": {"yaxis.ticktext": [_last_name(name) for name in names], "xaxis.nticks": 6},
+        "narrow": {"yaxis.ticktext": [_last_name(name) for name in names], "xaxis.dtick": -(-layers // 6)},
     }
 
 
@@ -165,10 +172,8 @@ def stage_memory_figure(plan: Plan) -> Figure:
         part("reserved, not in use", "@line", [stage.reserved - stage.peak for stage in stages]),
     ]
     figure = _stage_bars(stages, parts, memory.unit)
-    at, lying = short(plan.budget / memory.size), len(stages) <= _LYING
-    where = {"x": at, "y": 1, "yref": "paper"} if lying else {"x": 1, "xref": "paper", "y": at, "xanchor": "right"}
-    label = budget_label(f"budget {format_bytes(plan.budget)}", **where)
-    figure["layout"] |= {"shapes": [budget_line(at, upright=lying)], "annotations": [label]}
+    marks = budget_marks(plan.budget, plan.simulation.reserved, memory, upright=len(stages) <= _LYING)
+    figure["layout"] |= {"shapes": marks.shapes, "annotations": marks.labels}
     return figure
 
 

@@ -108,7 +108,7 @@ def _print_stages(plan: Plan, console: Console) -> None:
     """A line a stage; equal neighbours are one line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     stages = plan.simulation.stages
-    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "host")
+    names = ("reserved", "static", "batches", "busy", "recompute", "stalls", "swapped", "host")
     if len(stages) > 1:
         table.add_column("stage")
     for name in names:

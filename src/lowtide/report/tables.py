@@ -69,7 +69,7 @@ def run_figures(run: Run) -> str:
         ("Step", format_seconds(run.seconds) if run.seconds is not None else "", "measured, the median"),
         ("Swapped", format_bytes(moved) if moved else "", steps),
         ("Recompute", format_seconds(again) if again else "", steps),
-        ("Waiting for copies", format_seconds(stall) if run.settings else "", steps),
+        ("Waiting for copies", (format_seconds(stall) if stall else "none") if run.settings else "", steps),
     ]
     return _figures([row for row in rows if row[1]])
 

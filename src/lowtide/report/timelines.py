@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from lowtide.plan.simulation import StageSimulation
-from lowtide.report.axes import Figure, Scale, budget_label, budget_line, byte_scale, short, time_scale
+from lowtide.report.axes import FAR, Figure, Scale, budget_marks, byte_scale, short, time_scale
 from lowtide.report.run import Run
 from lowtide.report.thin import MOST_BLOCKS, ROWS, SLICES, Block, blocks, thin_memory, thin_points
 from lowtide.units import format_bytes, format_seconds
@@ -30,11 +30,13 @@ def memory_figure(
 ) -> Figure:
     """Memory over a step: planned, measured, and the budget."""
     measured = thin_points(run.memory, slices) if run is not None else []
-    highest = max([stage.reserved if stage else 0, budget or 0, *(size for _, size in measured)])
-    memory, time = byte_scale(highest), time_scale(seconds)
+    highest = max([stage.reserved if stage else 0, *(size for _, size in measured)])
+    top = max(highest, budget) if budget is not None and budget <= FAR * highest else highest
+    memory, time = byte_scale(top), time_scale(seconds)
     at = f"%{{y:.2f}} {memory.unit} at %{{x:.2f}} {time.unit}"
     traces: list[Figure] = []
-    shapes, notes = [], []
+    shapes: list[Figure] = []
+    notes: list[Figure] = []
     if stage is not None and stage.memory:
         moments = thin_memory(stage.memory, slices)
         traces.append(
@@ -52,7 +54,7 @@ def memory_figure(
             }
         )
         if stage.peak_at is not None:
-            marker, note = _peak(stage, memory, time)
+            marker, note = _peak(stage, memory, time, top)
             traces.append(marker)
             notes.append(note)
     if measured:
@@ -68,10 +70,9 @@ def memory_figure(
             }
         )
     if budget is not None:
-        at_budget = short(budget / memory.size)
-        shapes.append(budget_line(at_budget, upright=False))
-        label = f"budget {format_bytes(budget)}"
-        notes.append(budget_label(label, xref="paper", x=1, xanchor="right", y=at_budget))
+        marks = budget_marks(budget, highest, memory, upright=False)
+        shapes += marks.shapes
+        notes += marks.labels
     return {
         "data": traces,
         "layout": {
@@ -79,7 +80,7 @@ def memory_figure(
             "margin": _TIMED,
             "xaxis": {"range": [0, short(seconds / time.size)], "ticksuffix": f" {time.unit}", "nticks": 8},
             "yaxis": {
-                "range": [0, short(highest / memory.size * 1.12)],
+                "range": [0, short(top / memory.size * 1.12)],
                 "ticksuffix": f" {memory.unit}",
                 "nticks": 6,
                 "automargin": False,
@@ -96,8 +97,8 @@ _TIMED = {"l": 86, "b": 28}
 """The same left edge for all that is drawn over the step's time."""
 
 
-def _peak(stage: StageSimulation, memory: Scale, time: Scale) -> tuple[Figure, Figure]:
-    """The highest point, and what is written beside it: below the line, where there is room."""
+def _peak(stage: StageSimulation, memory: Scale, time: Scale, top: int) -> tuple[Figure, Figure]:
+    """The highest point, and what is written beside it, where there is room: below the line, or above it."""
     assert stage.peak_at is not None
     text = f"peak {format_bytes(stage.peak)} · {_place(stage.peak_at.layer, stage.peak_at.operator)}"
     x, y = short(stage.peak_at.time / time.size), short(stage.peak / memory.size)
@@ -113,7 +114,8 @@ def _peak(stage: StageSimulation, memory: Scale, time: Scale) -> tuple[Figure, F
         "marker": {"color": "@ink", "size": 7},
         "showlegend": False,
     }
-    arrow = {"arrowcolor": "@ink", "arrowwidth": 1, "arrowhead": 0, "standoff": 4, "ax": -12 if late else 12, "ay": 150}
+    arrow = {"arrowcolor": "@ink", "arrowwidth": 1, "arrowhead": 0, "standoff": 4, "ax": -12 if late else 12}
+    arrow["ay"] = 150 if stage.peak > top / 2 else -50
     side = {"xanchor": "right" if late else "left", "align": "left", "bgcolor": "@paper", "borderpad": 3}
     return marker, {"x": x, "y": y, "text": text, "showarrow": True, "font": {"color": "@ink"}, **arrow, **side}
 

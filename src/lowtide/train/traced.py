@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lowtide._torch_private import FakeTensorMode, imagined_process_group
 from lowtide.errors import TraceError
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
+from lowtide.models.moe import Plan
 from lowtide.models.shape import DecoderShape
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Trace
@@ -66,6 +67,7 @@ def trace_rank(
             divide_matrices(model, division, meshes)
             divide_experts(model, meshes)
             share_data(model, model.layers.values(), division, meshes)
+            _balance(model)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, optimizer, progress)
         finally:
@@ -119,6 +121,19 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
         chosen += ends
         stands_for += [layer if layer in ends else run[2] for layer in run]
     return chosen, stands_for
+
+
+def _balance(model: nn.Module) -> None:
+    """Nobody knows how a router will choose: every rank is taken to get as many tokens as the others."""
+
+    def even(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:
+        ranks = len(ours)
+        shares = [slots // ranks + (rank < slots % ranks) for rank in range(ranks)]
+        return shares, shares
+
+    for module in model.modules():
+        if isinstance(module, Plan):
+            module.lengths = even  # type: ignore[method-assign]
 
 
 def _autocast(rank: TracedRank) -> AbstractContextManager[None]:
