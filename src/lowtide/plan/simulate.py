@@ -19,8 +19,18 @@ from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.schedule import Action, ActionKind, Replay, actions, replay
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.stage import Decided, Stage, boundary_bytes
-from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, resolve
-from lowtide.trace.trace import Trace
+from lowtide.policy import (
+    Catalogue,
+    Decision,
+    Keep,
+    LayerPolicy,
+    Policy,
+    Recompute,
+    Resolution,
+    ResolvedLayer,
+    resolve,
+)
+from lowtide.trace.trace import Part, Trace
 
 __all__ = ["shortened", "simulate"]
 
@@ -128,10 +138,32 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
                 for one in resolved
             ]
         for layer, one, all_of_it in zip(own, resolved, whole, strict=True):
-            found[layer] = (one.decisions, one.boundary, all_of_it)
+            found[layer] = (_repeating(trace.parts[trace.layers[layer]], one), one.boundary, all_of_it)
     if len(found) != len(trace.layers):
         raise PlanError(f"the pipeline places {len(found)} layers and the trace has {len(trace.layers)}")
     return [found[layer] for layer in range(len(found))]
+
+
+def _repeating(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
+    """A layer's decisions, with the collectives in them that are to be issued again: those that read what the named
+    operators give, and what puts their results in order."""
+    if not resolved.repeated_collectives:
+        return resolved.decisions
+    collectives = {kernel.operator for kernel in part.kernels if kernel.ranks}
+    changed = dict(resolved.decisions)
+    for operator in resolved.repeated_collectives:
+        found = {
+            call.operator
+            for call in part.calls
+            if call.operator in collectives and (operator in call.reads or call.operator == operator)
+        }
+        ordering = {
+            call.operator
+            for call in part.calls
+            if call.operator.rpartition(".")[2].startswith("cat") and call.reads and set(call.reads) <= found
+        }
+        changed |= {name: Recompute() for name in found | ordering if changed.get(name) == Keep()}
+    return changed
 
 
 def _is_whole(settings: LayerPolicy) -> bool:
@@ -149,6 +181,11 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     )  # fmt: skip
     if decided:
         notes.append("decisions for what is outside the layers are not carried out, and not simulated")
+    if isinstance(policy, Policy):
+        usual = Policy(())
+        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
+            if getattr(policy, name) != getattr(usual, name):
+                notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
     if pipeline.schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v"):
         notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
     return tuple(notes)
