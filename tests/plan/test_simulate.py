@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
-from lowtide.plan.pipeline import Pipeline, even_pipeline
+from lowtide.plan.pipeline import Pipeline, ScheduleName, even_pipeline
 from lowtide.plan.program import MINIMUM_BYTES
-from lowtide.plan.schedule import Action
-from lowtide.plan.simulate import simulate
+from lowtide.plan.schedule import Action, actions, held_together, in_flight
+from lowtide.plan.simulate import shortened, simulate
 from lowtide.plan.simulation import StageSimulation
 from lowtide.plan.stage import Stage
 from lowtide.plan.swapping import IN_FLIGHT_BYTES
@@ -155,6 +155,16 @@ def test_leaving_out_micro_batches_that_repeat_changes_nothing() -> None:
     assert [stage.peak + buffers for stage in few.stages] == [stage.peak for stage in many.stages]
     alone = max(stage.seconds for stage in simulate(trace, policy, DEVICE, even_pipeline(4, micro_batches=32)).stages)
     assert alone / 2 < many.seconds < alone
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v"])
+def test_the_micro_batches_that_are_left_out_would_hold_no_more_at_one_time(schedule: ScheduleName) -> None:
+    chunks = 1 if schedule in ("1f1b", "zero_bubble") else 2
+    for micro_batches in (16, 24, 32, 64):
+        pipeline = even_pipeline(8, 4, chunks, micro_batches, schedule)
+        short = shortened(pipeline)
+        assert in_flight(actions(short)) == in_flight(actions(pipeline))
+        assert [held_together(one) for one in actions(short)] == [held_together(one) for one in actions(pipeline)]
 
 
 def test_a_pipeline_is_faster_than_one_device_and_slower_than_without_its_bubble() -> None:

@@ -19,10 +19,20 @@ from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.schedule import Action, ActionKind, Replay, actions, replay
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.stage import Decided, Stage, boundary_bytes
-from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, resolve
-from lowtide.trace.trace import Trace
+from lowtide.policy import (
+    Catalogue,
+    Decision,
+    Keep,
+    LayerPolicy,
+    Policy,
+    Recompute,
+    Resolution,
+    ResolvedLayer,
+    resolve,
+)
+from lowtide.trace.trace import Part, Trace
 
-__all__ = ["simulate"]
+__all__ = ["shortened", "simulate"]
 
 
 def simulate(
@@ -48,14 +58,14 @@ def simulate(
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     make = partial(Stage, trace, layers, device, pipeline)
     played = {stage: make(stage, details=details) for stage in wanted}
-    shortened = _shortened(pipeline)
-    more = pipeline.micro_batches / shortened.micro_batches
+    short = shortened(pipeline)
+    more = pipeline.micro_batches / short.micro_batches
     transfer = _transfer_seconds(trace, device, pipeline)
-    if stages is None and shortened is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
         step = _together(played, pipeline, transfer)
         ends, bubble = list(step.ends), step.bubble
     else:
-        for stage, actions_of_it in enumerate(actions(shortened)):
+        for stage, actions_of_it in enumerate(actions(short)):
             for action in actions_of_it if stage in played else ():
                 played[stage].act(action)
         seconds = {stage: _Seconds(one) for stage, one in played.items()}
@@ -72,7 +82,7 @@ def simulate(
         ends[stage] += one.optimizer_seconds
         if details:  # once more, to see what is there at the peak
             again = make(stage, details=True, stop_at=one.rank.peak_allocation)
-            for action in actions(shortened)[stage]:
+            for action in actions(short)[stage]:
                 again.act(action)
             again.finish(optimizer=optimizer)
             result = replace(result, shares=again.shares())
@@ -128,10 +138,32 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
                 for one in resolved
             ]
         for layer, one, all_of_it in zip(own, resolved, whole, strict=True):
-            found[layer] = (one.decisions, one.boundary, all_of_it)
+            found[layer] = (_repeating(trace.parts[trace.layers[layer]], one), one.boundary, all_of_it)
     if len(found) != len(trace.layers):
         raise PlanError(f"the pipeline places {len(found)} layers and the trace has {len(trace.layers)}")
     return [found[layer] for layer in range(len(found))]
+
+
+def _repeating(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
+    """A layer's decisions, with the collectives in them that are to be issued again: those that read what the named
+    operators give, and what puts their results in order."""
+    if not resolved.repeated_collectives:
+        return resolved.decisions
+    collectives = {kernel.operator for kernel in part.kernels if kernel.ranks}
+    changed = dict(resolved.decisions)
+    for operator in resolved.repeated_collectives:
+        found = {
+            call.operator
+            for call in part.calls
+            if call.operator in collectives and (operator in call.reads or call.operator == operator)
+        }
+        ordering = {
+            call.operator
+            for call in part.calls
+            if call.operator.rpartition(".")[2].startswith("cat") and call.reads and set(call.reads) <= found
+        }
+        changed |= {name: Recompute() for name in found | ordering if changed.get(name) == Keep()}
+    return changed
 
 
 def _is_whole(settings: LayerPolicy) -> bool:
@@ -149,23 +181,28 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     )  # fmt: skip
     if decided:
         notes.append("decisions for what is outside the layers are not carried out, and not simulated")
+    if isinstance(policy, Policy):
+        usual = Policy(())
+        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
+            if getattr(policy, name) != getattr(usual, name):
+                notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
     if pipeline.schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v"):
         notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
     return tuple(notes)
 
 
-def _shortened(pipeline: Pipeline) -> Pipeline:
+def shortened(pipeline: Pipeline) -> Pipeline:
     """The same pipeline with fewer micro batches, where more of them hold no more memory at one time."""
+    stages, micro_batches = pipeline.stages, pipeline.micro_batches
+    group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
     enough = {
-        "1f1b": pipeline.stages + 2,
-        "interleaved": pipeline.stages * (pipeline.chunks + 2),
-        "zero_bubble": pipeline.stages * (pipeline.chunks + 2),
-        "zero_bubble_v": 4 * pipeline.stages,
-        "dualpipe_v": 4 * pipeline.stages,
-    }.get(pipeline.schedule)
-    if enough is None or enough >= pipeline.micro_batches:
-        return pipeline
-    return replace(pipeline, micro_batches=enough)
+        "1f1b": stages + 2,
+        "interleaved": 3 * group,
+        "zero_bubble": 3 * group if pipeline.chunks > 1 else 2 * stages + 2,
+        "zero_bubble_v": 4 * stages,
+        "dualpipe_v": 4 * stages,
+    }.get(pipeline.schedule, micro_batches)
+    return pipeline if enough >= micro_batches else replace(pipeline, micro_batches=enough)
 
 
 def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:
