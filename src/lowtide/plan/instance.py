@@ -15,8 +15,10 @@ class RunningCall:
     __slots__ = ("held", "pending", "references", "results", "swapped")
 
     def __init__(self) -> None:
-        self.held: list[tuple[int, Storage]] = []
-        self.swapped: list[Swapped] = []
+        self.held: dict[int, Storage] = {}
+        """The arguments that it holds."""
+        self.swapped: dict[int, Swapped] = {}
+        """Those that have left: they come back from there."""
         self.pending = 0
         """How many outstanding tensors come out of its repetition."""
         self.references = 1

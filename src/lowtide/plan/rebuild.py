@@ -47,29 +47,23 @@ class Rebuilding:
     def capture(self, instance: Instance, number: int) -> None:
         captured = instance.program.captured[number]
         call = instance.calls[number] = RunningCall()
-        for value in captured.held:
+        for other, value in captured.arguments:
             storage = instance.slots.get(value)
-            if storage is not None:
+            if other >= 0:
+                instance.calls[other].pending += 1
+                instance.calls[other].references += 1
+            elif storage is not None:
                 storage.count += 1
-                call.held.append((value, storage))
                 storage.is_saved(storage.operator)
-        for other, _ in captured.referred:
-            instance.calls[other].pending += 1
-            instance.calls[other].references += 1
+                call.held[value] = storage
 
     def end_capture(self, instance: Instance) -> None:
         """The layer has run: arguments that were swapped come back from there, and calls that nothing wants go."""
         for call in instance.calls.values():
-            kept = []
-            for value, storage in call.held:
-                swapped = instance.departed.get(value)
-                if swapped is None:
-                    kept.append((value, storage))
-                    continue
+            for value in [value for value in call.held if value in instance.departed]:
+                swapped = call.swapped[value] = instance.departed[value]
                 swapped.references += 1
-                call.swapped.append(swapped)
-                self.rank.drop(storage)
-            call.held = kept
+                self.rank.drop(call.held.pop(value))
         for number in list(instance.calls):
             self.leave(instance, number)
 
@@ -96,14 +90,15 @@ class Rebuilding:
         call, captured = instance.calls[number], instance.program.captured[number]
         if call.results is None:
             given = []
-            for other, value in captured.referred:
-                storage = self._results(instance, other).get(value)
-                if storage is not None:
-                    storage.count += 1
-                    given.append(storage)
-                self._release(instance, other)
-            for swapped in call.swapped:
-                self.swapping.use(swapped)
+            for other, value in captured.arguments:
+                if value in call.swapped:
+                    self.swapping.use(call.swapped[value])
+                elif other >= 0:
+                    storage = self._results(instance, other).get(value)
+                    if storage is not None:
+                        storage.count += 1
+                        given.append(storage)
+                    self._release(instance, other)
             call.results = self._play_body(instance, captured.body, captured.wanted)
             for storage in given:
                 self.rank.drop(storage)
@@ -123,16 +118,13 @@ class Rebuilding:
         call.references -= 1
         if call.references:
             return
-        for _, storage in call.held:
-            self.rank.drop(storage)
-        for swapped in call.swapped:
+        self.rank.drop_all([*call.held.values(), *(call.results or {}).values()])
+        for swapped in call.swapped.values():
             self.swapping.leave(swapped)
-        if call.results is not None:
-            self.rank.drop_all(call.results.values())
-            call.results = None
-        call.held, call.swapped = [], []
-        for other, _ in instance.program.captured[number].referred:
-            self.leave(instance, other)
+        call.held, call.swapped, call.results = {}, {}, None
+        for other, _ in instance.program.captured[number].arguments:
+            if other >= 0:
+                self.leave(instance, other)
 
     def _repeat_node(self, instance: Instance, number: int) -> Storage | None:
         action = instance.program.actions[number]

@@ -46,7 +46,8 @@ class Stage:
         for what in ("parameters", "buffers", "optimizer"):
             for step in steps:
                 _allocate(self.rank, getattr(step.program.part.static, what), what, step.layer)
-        if all(step.program.part is not trace.before for step in steps):  # every stage has the tables of positions
+        if all(position(pipeline, number, chunk) for chunk in range(pipeline.chunks)):
+            # Every stage has the tables of positions, not only the one that has the embedding.
             _allocate(self.rank, trace.before.static.buffers, "buffers", None)
         for step in steps:
             if not any(value.gradient for value in step.program.part.values):
