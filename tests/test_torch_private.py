@@ -36,6 +36,7 @@ from lowtide._torch_private import (
     resolved_operator,
     saved_operand,
     saved_operands,
+    scoped_library,
     set_grad_enabled,
     silu,
     storage_bytes,
@@ -281,3 +282,12 @@ def test_an_operators_overload_follows_from_its_arguments() -> None:
     assert resolved_operator("aten::sum", [ones, [0], True], {}) is torch.ops.aten.sum.dim_IntList
     assert resolved_operator("aten::_foreach_add_", [[ones], [ones]], {}) is torch.ops.aten._foreach_add_.List
     assert resolved_operator("aten::mm", [ones, ones.t()], {}) is torch.ops.aten.mm.default
+
+
+def test_a_kernel_is_registered_for_as_long_as_its_library_is_open() -> None:
+    ones = torch.ones(2, 4, requires_grad=True)
+    plain = type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn)
+    with scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", lambda given, *_: (given.clone(), given[:, :1].clone()), "CPU")
+        assert type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn).__name__ == "FusedRmsNormBackward0"
+    assert type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn) is plain

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnmatchedError,
         VerificationError,
     )
+    from lowtide.models.chunked_loss import chunked_cross_entropy
     from lowtide.plan.call import plan
     from lowtide.plan.plan import Plan
     from lowtide.policy import (
@@ -89,6 +90,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "apply",
+    "chunked_cross_entropy",
     "load_policy",
     "plan",
     "resolve",
@@ -104,6 +106,7 @@ _MODULES = {
     "Trace": "lowtide.trace.trace",
     "Verification": "lowtide.runtime.verify",
     "apply": "lowtide.runtime.apply",
+    "chunked_cross_entropy": "lowtide.models.chunked_loss",
     "load_policy": "lowtide.config.check",
     "plan": "lowtide.plan.call",
     "verify": "lowtide.runtime.verify",

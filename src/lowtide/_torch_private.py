@@ -22,6 +22,7 @@ from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
+from torch.library import _scoped_library as scoped_library
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -65,6 +66,7 @@ __all__ = [
     "resolved_operator",
     "saved_operand",
     "saved_operands",
+    "scoped_library",
     "set_grad_enabled",
     "silu",
     "storage_bytes",

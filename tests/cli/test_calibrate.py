@@ -33,7 +33,7 @@ def test_a_device_is_measured_and_written_with_a_traces_kernels(tmp_path: Path, 
     code, out, err = run(str(trace), "--device", "cpu", "--like", "h100", "--seconds", "1", "-o", str(file))
     assert (code, err) == (0, "")
     assert "1 kernels measured one by one" in out
-    assert "threads" in out
+    assert "thread" in out
     device = find_device(file)
     assert list(device.measured) == ["aten::mm|float32|f32[64,64],f32[64,64]"]
     assert device.interconnect == find_device("h100").interconnect

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hand_made_traces import llama_trace
 from lowtide.cli.main import app
 from lowtide.plan.plan_file import load_plan, plan_from_json, save_plan
 from lowtide.policy import Policy
-from plan.hand_made import llama_trace
 from plan_cases import llama_plan
 
 
@@ -83,7 +83,7 @@ def test_explain_tells_the_peak_the_ways_and_the_recommendation(trace: Path, bud
 def test_explain_exits_with_0_where_nothing_fits(trace: Path) -> None:
     code, out, _ = run("explain", trace, "--budget", "1MiB")
     assert code == 0
-    assert "what to do: give it " in out
+    assert "what to do\n  give it " in out
 
 
 @pytest.mark.parametrize("command", ["plan", "explain"])
@@ -115,6 +115,20 @@ def test_a_page_is_made_from_a_plans_file_and_a_runs(tmp_path: Path) -> None:
     assert "measured as 1.953 KiB" in page.read_text()
 
 
+def test_the_error_of_each_prediction_is_json_too(tmp_path: Path) -> None:
+    plan = llama_plan(4)
+    save_plan(plan, tmp_path / "plan.json")
+    (tmp_path / "memory.json").write_text(json.dumps([[0, 0], [1, plan.simulation.peak * 2]]))
+    options = ("--memory", tmp_path / "memory.json", "-o", tmp_path / "page.html", "--json")
+    _, out, _ = run("report", tmp_path / "plan.json", *options)
+    peak, step = json.loads(out)["predictions"]
+    assert (peak["what"], peak["error"]) == ("peak", -0.5)
+    assert (step["what"], step["error"]) == ("step", None)
+    code, _, err = run("report", tmp_path / "plan.json", *options, "--stage", 3)
+    assert code == 1
+    assert "stage 3 was measured" in err
+
+
 @pytest.mark.parametrize("arguments", [("missing.json",), ("--receipt", "missing.jsonl"), ("--memory", "missing.json")])
 def test_a_missing_file_of_a_report_is_an_error_without_traceback(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     given = [one if one.startswith("--") else str(tmp_path / one) for one in arguments]
@@ -129,9 +143,11 @@ def test_a_report_of_nothing_is_a_usage_error() -> None:
 
 
 def test_a_directory_that_is_not_there_is_said(trace: Path, tmp_path: Path) -> None:
-    code, _, err = run("plan", trace, "--budget", "80GiB", "-o", tmp_path / "none" / "policy.json")
+    options = ("-o", tmp_path / "none" / "policy.json", "--save", tmp_path / "plan.json")
+    code, _, err = run("plan", trace, "--budget", "80GiB", *options)
     assert code == 1
     assert "No such file" in err
+    assert load_plan(tmp_path / "plan.json").feasible  # what can be written is
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "report"])

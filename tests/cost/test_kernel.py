@@ -70,6 +70,11 @@ def test_a_group_of_several_nodes_is_bound_by_the_network() -> None:
     assert collective("alltoall_", 8) == pytest.approx(0.5 / 0.1 + 21e-6)
 
 
+def test_a_send_is_one_step_over_the_link_that_the_group_has() -> None:
+    assert collective("send", 4) == pytest.approx(1 + 3e-6)
+    assert collective("recv_", 8) == pytest.approx(10 + 3e-6)
+
+
 def test_functional_collectives_are_the_same_ones() -> None:
     for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single"):
         same = {"all_gather_into_tensor": "allgather_", "all_reduce": "allreduce_"}.get(name, "_reduce_scatter_base_")

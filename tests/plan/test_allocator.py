@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -71,7 +72,7 @@ def test_blocks_in_use_never_overlap_and_what_is_in_use_is_their_sum(program: li
     allocator = Allocator()
     live = sorted(run(program, allocator), key=lambda block: block.start)
     assert allocator.allocated == sum(block.size for block in live) <= allocator.peak <= allocator.reserved
-    for one, other in zip(live, live[1:], strict=False):
+    for one, other in pairwise(live):
         assert one.start + one.size <= other.start
 
 

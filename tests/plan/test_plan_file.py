@@ -63,6 +63,22 @@ def test_any_other_file_is_refused_in_words(tmp_path: Path, text: str) -> None:
         load_plan(file)
 
 
+def test_a_file_is_compressed_if_its_name_says_so(tmp_path: Path) -> None:
+    plan = llama_plan(4)
+    save_plan(plan, tmp_path / "plan.json")
+    save_plan(plan, tmp_path / "plan.json.gz")
+    assert (tmp_path / "plan.json.gz").stat().st_size < (tmp_path / "plan.json").stat().st_size / 3
+    assert load_plan(tmp_path / "plan.json.gz") == load_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\x1f\x8b\x08\x00", b"\x1f\x8b" + b"\x00" * 40])
+def test_a_damaged_compressed_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "plan.json.gz"
+    file.write_bytes(data)
+    with pytest.raises(PlanError, match=r"plan\.json\.gz"):
+        load_plan(file)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="No such file"):
         load_plan(tmp_path / "plan.json")

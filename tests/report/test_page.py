@@ -168,6 +168,14 @@ def test_every_stage_has_its_pictures_and_the_fullest_is_shown_first() -> None:
     assert total == pytest.approx([stage.reserved / scale for stage in plan.simulation.stages], rel=1e-3)
 
 
+def test_a_budget_far_above_does_not_flatten_the_pictures(plan: Plan) -> None:
+    shown = figures(make_page(replace(plan, budget=1 << 40)))
+    for figure in (shown["memory"][0], shown["curve"], shown["stage_memory"]):
+        assert figure["layout"]["shapes"] == []
+        assert any("the budget, 1 TiB, is far above" in note["text"] for note in figure["layout"]["annotations"])
+    assert shown["memory"][0]["layout"]["yaxis"]["range"][1] < 30
+
+
 def test_the_yaml_is_shown_as_a_difference_to_the_file(plan: Plan) -> None:
     given = "model: llama\nrecompute_config:\n  recompute: true\n# a remark\nrunner_config:\n  epochs: 1\n"
     page = make_page(plan, given=given)

@@ -33,7 +33,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
         "llama3-8b does not fit in 15.13 GiB: the least that any policy needs is 16.13 GiB, 1 GiB more"
     )
     text = printed(print_explanation, plan)
-    assert "what to do: give it 16.13 GiB a device" in text
+    assert "what to do\n  give it 16.13 GiB a device" in text
     assert "recommended" not in text
     assert "faster, by the solver's model" not in printed(print_plan, plan)
 
@@ -72,6 +72,21 @@ def test_ways_that_another_beats_are_left_out_and_well_known_ones_are_not() -> N
     best = recommended(plan)
     assert best is not None
     assert best.name == "the plan"
+
+
+def test_no_slower_way_is_recommended_where_the_plan_is_none_of_them() -> None:
+    plan = llama_plan()
+    plan = replace(plan, options=tuple(one for one in plan.options if one.name != "the plan"))
+    assert recommended(plan) is None
+    assert "recommended: the plan\n" in printed(print_explanation, plan)
+
+
+def test_of_ways_that_are_alike_one_is_shown() -> None:
+    plan = llama_plan()
+    best = recommended(plan)
+    assert best is not None
+    plan = replace(plan, options=(replace(best, name="the same"), *plan.options))
+    assert len([one for one in ways(plan) if one.simulation.seconds == best.simulation.seconds]) == 1
 
 
 def test_where_nothing_fits_the_ways_that_need_least_are_shown() -> None:

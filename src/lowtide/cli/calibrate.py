@@ -71,12 +71,14 @@ def calibrate(
     from lowtide.cli.traced import Layout, trace_of
     from lowtide.cost.calibrate import calibrate as measure
     from lowtide.cost.devices import find_device
+    from lowtide.cost.imagined import device_kernels
     from lowtide.errors import LowtideError
     from lowtide.report.calibration import print_calibration
     from lowtide.trace.trace import kernels_of
 
     try:
-        where = torch.device(device) if device else torch.accelerator.current_accelerator(check_available=True)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        where = torch.device(device) if device else accelerator or torch.device("cpu")
     except RuntimeError as error:
         typer.echo(f"error: --device {device}: {str(error).splitlines()[0]}", err=True)
         raise typer.Exit(1) from None
@@ -90,8 +92,9 @@ def calibrate(
                 progress.update(task, description=what, completed=done, total=total)
 
             layout = Layout(sequence=sequence, samples=samples)
-            kernels = kernels_of(trace_of(source, layout).trace) if source is not None else []
-            found = measure(where or torch.device("cpu"), kernels, like=base, seconds=seconds, progress=tell)
+            with device_kernels("cpu" if where.type == "cpu" else "other"):
+                kernels = kernels_of(trace_of(source, layout).trace) if source is not None else []
+            found = measure(where, kernels, like=base, seconds=seconds, progress=tell)
         found.device.save(output)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)

@@ -59,16 +59,13 @@ def plan(
 
         print_plan(found.plan, Console(highlight=False, markup=False, emoji=False))
     files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
-    for what, file in files.items():
-        if file is not None:
-            _write(what, file, found, inputs.source)
-            typer.echo(f"{what}: written to {file}", err=as_json)
-    if not found.plan.feasible:
+    written = [_write(what, file, found, inputs.source, as_json) for what, file in files.items() if file is not None]
+    if not found.plan.feasible or not all(written):
         raise typer.Exit(1)
 
 
-def _write(what: str, file: Path, found: Planned, source: str) -> None:
-    """Write one of the files; prints the error and exits with 1 if that fails."""
+def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) -> bool:
+    """Write one of the files; prints the error if that fails, so that the others are written all the same."""
     from lowtide.errors import LowtideError, PlanError
     from lowtide.plan.plan_file import save_plan
     from lowtide.report.page import write_page
@@ -92,7 +89,9 @@ def _write(what: str, file: Path, found: Planned, source: str) -> None:
             save_plan(result, file)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        return False
     except OSError as error:
         typer.echo(f"error: {file}: {error.strerror}", err=True)
-        raise typer.Exit(1) from None
+        return False
+    typer.echo(f"{what}: written to {file}", err=as_json)
+    return True

@@ -40,6 +40,7 @@ Given = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Show the YAML's difference to this file.", show_default=False),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object: the page, and each prediction's error.")]
 
 
 def report(
@@ -50,6 +51,7 @@ def report(
     memory: Memory = None,
     stage: Stage = None,
     config: Given = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw one HTML page from a plan, from a run's files, or from both: then predicted stands beside measured.
 
@@ -76,4 +78,13 @@ def report(
     except OSError as error:
         typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"page: written to {output}")
+    if not as_json:
+        typer.echo(f"page: written to {output}")
+        return
+    import json
+
+    from lowtide.report.prediction import predictions
+
+    both = predictions(found, run) if found is not None and run is not None else ()
+    errors = [{**one._asdict(), "error": one.error} for one in both]
+    typer.echo(json.dumps({"page": str(output), "predictions": errors}))

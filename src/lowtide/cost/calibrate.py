@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,15 +20,18 @@ from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.rerun import rerun
 from lowtide.cost.shape import ITEM, TensorShape, read_shape
 from lowtide.cost.standard import standard_kernels
-from lowtide.cost.stopwatch import DeviceWatch, HostWatch, median_seconds, watch_for
+from lowtide.cost.stopwatch import DeviceWatch, HostWatch, settled_seconds, watch_for
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate", "measure_more"]
 
 LINK_SIZES = (1 << 12, 1 << 24)
 """Bytes of the copies that a link is measured with."""
-TINY = 16
+TINY = 1
 """Elements of a kernel that is all latency."""
-ROUNDS = 15
+ISSUED = 100
+"""Kernels that are issued in a row to see what issuing takes."""
+ROUNDS = 40
+"""The most measurements of a kernel."""
 LONGEST_CALL = {"matmul": 0.4, "attention": 0.1, "memory": 0.02}
 """Seconds of the clock that a call of the standard set may be expected to take, by class: it stops growing there."""
 TOGETHER = 1 << 28
@@ -78,7 +83,7 @@ def calibrate(
     ``calibrate(torch.device("cuda"), kernels_of(Trace.load("llama.json"))).device.save("h100.json")``
     """
     watch = watch_for(device)
-    with torch.no_grad():
+    with torch.no_grad(), _random_restored(device):
         progress("links", 0, 1)
         latency, launch = _latencies(device, watch)
         links = {way: _link(device, watch, way) for way in ("out", "in")}
@@ -88,19 +93,10 @@ def calibrate(
     found = fit(samples.values(), latency)
     measured = {key: sample.seconds for key, sample in samples.items()}
     base = like or _unknown(device)
-    notes = [
-        f"measured on {_name(device)} with torch {torch.__version__}, {len(measured)} kernels",
-        "interconnect, network and collectives were not measured: "
-        + (f"they are those of {like.name}" if like is not None else "the figures are placeholders"),
-    ]
-    if device.type == "cpu":
-        notes.append(f"{torch.get_num_threads()} threads")
-    if missing := sorted({key.partition("|")[0] for key in failed if key in given}):
-        notes.append(f"kinds that cannot be run alone, which are estimated: {', '.join(missing)}")
     result = Device(
         name=_name(device),
         capacity=_capacity(device),
-        flops={**base.flops, **(found.flops if found else {})},
+        flops=found.flops if found and found.flops else base.flops,
         memory_bandwidth=found.memory_bandwidth if found else base.memory_bandwidth,
         link_out=links["out"][1],
         link_in=links["in"][1],
@@ -114,9 +110,49 @@ def calibrate(
         host_memory=_host_memory(),
         efficiency={"collective": base.efficiency.get("collective", 1.0), **(found.efficiency if found else {})},
         measured={key: measured[key] for key in given if key in measured},
-        notes=tuple(notes),
+        notes=_notes(device, like, len(measured), {key.partition("|")[0] for key in failed if key in given}),
     )
     return Calibration(result, len(measured), {key: why for key, why in failed.items() if key in given})
+
+
+def measure_more(
+    found: Device,
+    device: torch.device,
+    kernels: Iterable[KernelWork],
+    *,
+    seconds: float = 60.0,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Calibration:
+    """Measure further kernels on the device that :func:`calibrate` found; what it has measured already stays.
+
+    ``device = measure_more(Device.load("h100.json"), torch.device("cuda"), kernels_of(trace)).device``
+    """
+    work = [one for one in _distinct(kernels) if one.key not in found.measured]
+    with torch.no_grad(), _random_restored(device):
+        samples, failed = _measure(work, device, watch_for(device), seconds, progress)
+    measured = {key: sample.seconds for key, sample in samples.items()}
+    return Calibration(replace(found, measured={**found.measured, **measured}), len(measured), failed)
+
+
+def _notes(device: torch.device, like: Device | None, kernels: int, missing: set[str]) -> tuple[str, ...]:
+    notes = [
+        f"measured on {_name(device)} with torch {torch.__version__}, {kernels} kernels",
+        "interconnect, network and collectives were not measured: "
+        + (f"they are those of {like.name}" if like is not None else "the figures are placeholders"),
+    ]
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        notes.append(f"{threads} threads" if threads > 1 else "1 thread, by its own clock")
+    if missing:
+        notes.append(f"kinds that cannot be run alone, which are estimated: {', '.join(sorted(missing))}")
+    return tuple(notes)
+
+
+def _random_restored(device: torch.device) -> AbstractContextManager[None]:
+    """The generators, put back where they were: measuring must not change a training."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=device.type)
 
 
 def _distinct(kernels: Iterable[KernelWork]) -> Iterator[_Work]:
@@ -150,7 +186,7 @@ def _measure(
 
     def finish(done: int) -> None:
         share = seconds * len(group) / max(1, len(work))
-        found = median_seconds([call for _, call in group.values()], watch, rounds=ROUNDS, seconds=share)
+        found = settled_seconds([call for _, call in group.values()], watch, rounds=ROUNDS, seconds=share)
         for (key, (one, _)), value in zip(group.items(), found, strict=True):
             samples[key] = Sample(one.kind, one.dtype, one.flops, one.touched, value)
         group.clear()
@@ -228,9 +264,11 @@ def _latencies(device: torch.device, watch: DeviceWatch | HostWatch) -> tuple[fl
     tiny = torch.ones(TINY, device=device)
     call = tiny.neg
     call()
-    (latency,) = median_seconds([call], watch, rounds=ROUNDS)
-    issued = sorted(watch.issued(call, 100) for _ in range(5))[2]
-    return latency, issued if issued > 1.05 * latency else 0.0  # it hides behind any kernel
+    (latency,) = settled_seconds([call], watch, rounds=ROUNDS)
+    issued = sorted(watch.issued(call, ISSUED) for _ in range(5))[2]
+    if issued <= 1.05 * latency:
+        return latency, 0.0  # it hides behind any kernel
+    return latency, issued - latency / ISSUED  # the last kernel still runs when all are issued
 
 
 def _link(device: torch.device, watch: DeviceWatch | HostWatch, way: str) -> tuple[float, float]:
@@ -245,10 +283,12 @@ def _link(device: torch.device, watch: DeviceWatch | HostWatch, way: str) -> tup
     def copy_of(size: int) -> Callable[[], Tensor]:
         return lambda: destination[:size].copy_(source[:size], non_blocking=True)
 
-    calls = [copy_of(small), copy_of(large)]
-    for call in calls:
+    times = []
+    for size in LINK_SIZES:  # not in turns: on a CPU the large one would drive the small one out of the caches
+        call = copy_of(size)
         call()
-    short, long = median_seconds(calls, watch, rounds=ROUNDS)
+        times += settled_seconds([call], watch, rounds=ROUNDS)
+    short, long = times
     rate = (large - small) / max(long - short, 1e-9)
     return max(0.0, short - small / rate), rate
 

@@ -128,7 +128,7 @@ def _collective_seconds(device: Device, kernel: KernelWork) -> float:
     is a reduce-scatter and an all-gather. A broadcast or a reduction to one passes the whole buffer along. Ranks of one
     node use its interconnect. A larger group is taken to fill its nodes: a ring then enters and leaves a node
     once for each of its network ports, all of them at work, and cannot be faster than the interconnect inside. In an
-    all-to-all each rank sends to the others' nodes through its own port, beside what stays inside.
+    all-to-all each rank sends to the others' nodes through its own port, beside what stays inside. A send is one step.
     """
     ranks, size = kernel.ranks, kernel.message
     if ranks < 2:
@@ -141,6 +141,8 @@ def _collective_seconds(device: Device, kernel: KernelWork) -> float:
         outside = (ranks - device.devices_per_node) / ranks * size / port if spread else 0.0
         within = (min(ranks, device.devices_per_node) - 1) / ranks * size / inside
         return (ranks - 1) * device.collective_latency + max(outside, within)
+    if name.startswith(("send", "recv")):
+        return device.collective_latency + size / (port if spread else inside)
     rate = min(inside, port * device.devices_per_node) if spread else inside
     steps, factor = ranks - 1, (ranks - 1) / ranks
     if "allreduce" in name:

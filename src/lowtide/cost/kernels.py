@@ -228,12 +228,12 @@ def _rows(args: Arguments) -> int:
 
 
 def _flash(args: Arguments) -> tuple[SavedTensor, ...]:
-    """A float32 a row, and seed and offset. By torch's source for its flash kernel (2.13): no row is padded."""
+    """A float32 a row, not padded, seed and offset, as torch's own flash kernel returns them; not run on a device."""
     return (SavedTensor("logsumexp", 4 * _rows(args)), SavedTensor("rng_state", 16), SavedTensor("unused", 8))
 
 
 def _ascend(args: Arguments) -> tuple[SavedTensor, ...]:
-    """Maximum and sum of each row, each eight times, as the documents of ``npu_fusion_attention`` give the shapes."""
+    """Maximum and sum of each row, each eight times, as ``npu_fusion_attention`` is documented; not run on a device."""
     return (SavedTensor("softmax_max", 32 * _rows(args)), SavedTensor("softmax_sum", 32 * _rows(args)))
 
 

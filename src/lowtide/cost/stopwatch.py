@@ -9,14 +9,13 @@ passed when the last kernel has been issued, the copy was too short, and a longe
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["DeviceWatch", "HostWatch", "Watch", "median_seconds", "watch_for"]
+__all__ = ["DeviceWatch", "HostWatch", "Watch", "settled_seconds", "watch_for"]
 
 Call: TypeAlias = Callable[[], Any]
 
@@ -29,12 +28,17 @@ ALIKE = 1e-4
 class Watch(Protocol):
     """Measures a call."""
 
+    quantile: float
+    """Which of several measurements counts, as a share of those below it."""
+
     def __call__(self, call: Call, repeat: int = 1) -> float:
         """Seconds of one call, the mean of ``repeat`` in a row."""
 
 
 class DeviceWatch:
     """Seconds of the device, without those of issuing. See [Note: behind a copy]."""
+
+    quantile = 0.5
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(LONGEST, dtype=torch.uint8).pin_memory()
@@ -66,13 +70,21 @@ class DeviceWatch:
 
 
 class HostWatch:
-    """Seconds of the clock, for a device that the host itself is."""
+    """Seconds of the host, for a device that the host itself is.
+
+    With one thread they are that thread's own, which other programs hardly disturb; with several, those of the clock.
+    """
+
+    quantile = 0.25  # other programs only ever add to it
+
+    def __init__(self) -> None:
+        self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def __call__(self, call: Call, repeat: int = 1) -> float:
-        begin = time.perf_counter()
+        begin = self.clock()
         for _ in range(repeat):
             call()
-        return (time.perf_counter() - begin) / repeat
+        return (self.clock() - begin) / repeat
 
     def issued(self, call: Call, repeat: int) -> float:
         """Issuing and running are one."""
@@ -84,10 +96,10 @@ def watch_for(device: torch.device) -> DeviceWatch | HostWatch:
     return HostWatch() if device.type == "cpu" else DeviceWatch(device)
 
 
-def median_seconds(
+def settled_seconds(
     calls: Sequence[Call], watch: Watch, *, rounds: int, seconds: float = float("inf"), shortest: float = 50e-6
 ) -> list[float]:
-    """The median of each call over rounds of all of them, so that a disturbance meets few rounds of each.
+    """A quantile of each call over rounds of all of them, so that a disturbance meets few rounds of each.
 
     Each has been called before: the first call also loads, compiles and allocates. A call shorter than ``shortest`` is
     repeated in a row until it takes about that long. Two rounds are enough where
@@ -103,7 +115,7 @@ def median_seconds(
             break
         for place in open_calls:
             found[place].append(watch(calls[place], repeats[place]))
-    return [statistics.median(values) for values in found]
+    return [sorted(values)[int(len(values) * watch.quantile)] for values in found]
 
 
 def _alike(values: Sequence[float]) -> bool:

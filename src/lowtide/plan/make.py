@@ -16,7 +16,8 @@ from lowtide.plan.expand import expand
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Option, Plan
 from lowtide.plan.planned import planned_operators
-from lowtide.plan.problem import StageProblem, stage_problems
+from lowtide.plan.polish import Judged, Polisher
+from lowtide.plan.problem import LayerCost, StageProblem, layer_cost, stage_problems
 from lowtide.plan.repair import CLOSE, ROUNDS, Fitted, Try, fit_stage
 from lowtide.plan.schedule import Action, replay
 from lowtide.plan.simple import simple_policies
@@ -36,6 +37,12 @@ longer to simulate, get the first."""
 HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
+POLISHED = 3
+"""The ways that are polished, and one more that recomputes what is cheapest for each byte."""
+POLISHED_NAME = "decided operator by operator"
+EVALUATIONS = 4000
+"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 125 times."""
+LEAST_EVALUATIONS = 16
 SIMPLE_STAGES = 4
 """A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
 one stage only, since each of these takes a simulation."""
@@ -86,8 +93,12 @@ def make_plan(
     begin, search.simulating = time.perf_counter(), 0.0
     found = search.fit(options[0].simulation, swap=swap, recompute=recompute)
     solve_seconds = time.perf_counter() - begin - search.simulating
+    options += found.options
+    if pipeline.stages == 1 and fixed is None and recompute:
+        progress("polishing")
+        options += search.polished(options, [layer_cost(part, seconds) for part in trace.parts])
     progress("simulating the plan")
-    return search.plan(found, [*options, *found.options], solve_seconds)
+    return search.plan(found, options, solve_seconds)
 
 
 class _Seconds:
@@ -180,7 +191,9 @@ class _Search:
             options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
         least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted, strict=True)]
         seconds = [
-            relaxed_seconds(problem, one.ceiling, swap=swap, recompute=recompute) or problem.seconds
+            # A budget that the model takes to be too small for anything says no more than the least that it allows.
+            relaxed_seconds(problem, max(one.ceiling, one.least.solution.memory), swap=swap, recompute=recompute)
+            or problem.seconds
             for problem, one in zip(self.problems, best, strict=True)
         ]
         reserved = max(map(_reserved, least))
@@ -209,6 +222,26 @@ class _Search:
         one = found.best or found.least
         self.offset = one.simulated.reserved - one.solution.memory
         return found
+
+    def polished(self, options: Sequence[Option], costs: Sequence[LayerCost]) -> list[Option]:
+        """The fastest ways that fit, made faster with the simulator: see :mod:`lowtide.plan.polish`."""
+
+        def judge(policy: Policy) -> Judged:
+            simulation = self.simulate(policy)
+            return Judged(simulation.seconds, simulation.reserved)
+
+        polisher = Polisher(self.trace, costs, judge, self.budget)
+        fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
+        starts = list({one.policy.digest: one.policy for one in fitting}.values())[:POLISHED]
+        cheapest = polisher.cheapest_first()
+        starts += [cheapest] if cheapest is not None else []
+        evaluations = max(LEAST_EVALUATIONS, EVALUATIONS // (self.layers * max(1, len(starts))))
+        found = [polisher.polish(start, evaluations) for start in starts]
+        fit = [(judged.seconds, policy) for policy, judged in found if judged.reserved <= self.budget]
+        if not fit:
+            return []
+        best = min(fit, key=lambda one: one[0])[1]
+        return [self.option(POLISHED_NAME, best, HOW)] if all(best != one.policy for one in options) else []
 
     def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
         """The fastest option that fits, and everything around it."""
@@ -313,11 +346,11 @@ class _Search:
                 f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
             )
         moment = worst.peak_at
-        after = {one.name for one in self.trace.after.operators}
+        after = {kernel.operator for kernel in self.trace.after.kernels}
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
-                f"the peak is at {moment.operator}, after the layers: no decision for layers lowers what the head and"
-                " the loss need; lowtide.chunked_cross_entropy computes both in pieces"
+                f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
+                " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
             "the bound is the simulated step without recompute, and what every Policy adds to it by the solver's bytes"

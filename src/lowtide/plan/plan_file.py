@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -101,14 +103,19 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
 
 
 def save_plan(plan: Plan, file: str | Path) -> None:
-    """Write the Plan into a file."""
-    Path(file).write_text(json.dumps(plan_as_json(plan), separators=(",", ":")) + "\n", encoding="utf-8")
+    """Write the Plan into a file, compressed if its name ends with ``.gz``: timelines of many stages are long."""
+    text = json.dumps(plan_as_json(plan), separators=(",", ":")) + "\n"
+    packed = Path(file).suffix == ".gz"
+    Path(file).write_bytes(gzip.compress(text.encode(), 6, mtime=0) if packed else text.encode())
 
 
 def load_plan(file: str | Path) -> Plan:
     """Read what :func:`save_plan` wrote."""
     try:
-        value = json.loads(Path(file).read_text(encoding="utf-8"))
+        data = Path(file).read_bytes()
+        value = json.loads(gzip.decompress(data) if Path(file).suffix == ".gz" else data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise PlanError(f"{file} is not a plan: {error}") from None
     except OSError as error:
         raise PlanError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

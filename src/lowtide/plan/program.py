@@ -86,6 +86,16 @@ class Program:
     """How many operators after the part's first something is due."""
 
     @cached_property
+    def sums(self) -> frozenset[int]:
+        """The kernels that add to the gradient of the part's output, in its place."""
+        given = self.part.output_gradient
+        return frozenset(
+            number
+            for number, kernel in enumerate(self.part.kernels)
+            if kernel.kind == "aten::add_" and kernel.writes == (given,)
+        )
+
+    @cached_property
     def operators(self) -> int:
         """What a prefetch counts in."""
         return len(self.part.operators)

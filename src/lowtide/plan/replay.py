@@ -76,8 +76,9 @@ class Instance:
     """One run of a part: a layer and a micro batch."""
 
     __slots__ = (
-        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "last", "layer", "micro_batch",
-        "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots", "starts", "used",
+        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
+        "layer", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots",
+        "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -89,12 +90,16 @@ class Instance:
         *,
         passes: bool = False,
         last: bool = False,
+        keeps: int | None = None,
     ) -> None:
         self.program, self.layer, self.micro_batch, self.offset = program, layer, micro_batch, offset
         self.last = last
         """Whether it is the last layer: after it, all that has to come back does so when backward begins."""
         self.passes = passes
         """Whether it keeps everything or nothing, and something of another layer is due in it."""
+        self.keeps = keeps
+        """A value that somebody else holds from when it is made: a pipeline, its last stage's logits."""
+        self.kept: Storage | None = None
         self.first = 0
         self.slots: dict[int, Storage] = {}
         """What the program holds."""
@@ -140,6 +145,8 @@ class Rank:
         self.schedule = Schedule(self._let_go)
         self.returning_bytes = 0
         self.host_bytes = self.host_peak = self.moved = 0
+        self.bytes = self.most_bytes = 0
+        """The tensors' own bytes, and the most of them."""
         self.recompute = 0.0
         self.gradients: dict[tuple[int | None, str, int], Storage] = {}
         self.where: tuple[int | None, str, int, Phase] = (None, "", 0, "forward")
@@ -159,6 +166,9 @@ class Rank:
         allocator = self.allocator
         before = allocator.peak
         storage = Storage(allocator.allocate(size), size)
+        self.bytes += size
+        if self.bytes > self.most_bytes:
+            self.most_bytes = self.bytes
         if self.live is not None:
             self._look(storage, allocator.peak > before)
         return storage
@@ -169,6 +179,7 @@ class Rank:
         if storage.count == 0:
             assert storage.block is not None
             self.allocator.release(storage.block)
+            self.bytes -= storage.size
             storage.block = None
             if self.live is not None:
                 del self.live[storage]
@@ -270,13 +281,16 @@ class Rank:
             if name:
                 self.where = (instance.layer, name, instance.micro_batch, "forward")
             if code == MAKE:
-                slots[number] = self.make(values[number].size)
+                slots[number] = storage = self.make(values[number].size)
+                if number == instance.keeps:
+                    storage.count += 1
+                    instance.kept = storage
             elif code == RUN:
                 self.run(timed[number])
             elif code == FREE:
-                storage = slots.pop(number, None)
-                if storage is not None:
-                    self.drop(storage)
+                freed = slots.pop(number, None)
+                if freed is not None:
+                    self.drop(freed)
             elif code == SAVE:
                 self._save(instance, number, actions[number].how)
             elif code == CALL:
@@ -451,8 +465,11 @@ class Rank:
         values, timed = part.values, self.timed(part)
         slots: dict[int, Storage] = {}
         self._take(slots, part.taken_back, taken)
+        sums: frozenset[int] = frozenset()
         if part.output_gradient is not None and given is not None:
             slots[part.output_gradient] = given
+            if given.count > 1:  # autograd adds in place only to what nobody else has
+                sums = program.sums
         self.where = (instance.layer, "", instance.micro_batch, "backward")
         self._start(instance.due)
         for (code, number), name in zip(program.backward, self._names(program, "backward"), strict=False):
@@ -461,6 +478,9 @@ class Rank:
             if code == MAKE:
                 slots[number] = self.make(values[number].size)
             elif code == RUN:
+                if number in sums:
+                    sums = frozenset()
+                    self._add_apart(slots, number, part)
                 self.run(timed[number])
             elif code == FREE:
                 storage = slots.pop(number, None)
@@ -477,6 +497,14 @@ class Rank:
         for storage in slots.values():
             self.drop(storage)
         return result
+
+    def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
+        """A sum that would have been made in place gets memory of its own."""
+        for number in part.kernels[kernel].writes:
+            before = slots.get(number)
+            slots[number] = self.make(part.values[number].size)
+            if before is not None:
+                self.drop(before)
 
     def _add(self, instance: Instance, number: int, slots: dict[int, Storage]) -> None:
         """A parameter's gradient meets the one that is there."""

@@ -96,10 +96,12 @@ def replay(
     pipeline: Pipeline,
     seconds: Callable[[int, Action], float],
     transfer: float = 0.0,
+    begin: Callable[[int, float], None] | None = None,
 ) -> Replay:
     """The step's time when each action of a stage takes ``seconds(stage, action)``.
 
-    ``transfer`` is the time of a boundary's way from stage to stage. The stage does not wait while it sends.
+    ``transfer`` is the time of a boundary's way from stage to stage. The stage does not wait while it sends. ``begin``
+    is told, before ``seconds`` is asked, which stage begins an action, and when.
     """
     schedule = actions(pipeline)
     last = max(1, pipeline.stages) * pipeline.chunks - 1
@@ -119,6 +121,8 @@ def replay(
                     break
                 ready, source = ended[needs] if needs is not None else (0.0, stage)
                 start = max(clock[stage], ready + (transfer if source != stage else 0.0))
+                if begin is not None:
+                    begin(stage, start)
                 took = seconds(stage, action)
                 clock[stage] = start + took
                 busy[stage] += took

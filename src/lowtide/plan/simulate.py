@@ -9,22 +9,30 @@ receives are allocated once for all micro batches, as torch's pipelining does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 from lowtide.plan.pipeline import Pipeline
-from lowtide.plan.program import Program, codes_of, compile_part
-from lowtide.plan.replay import Instance, Rank, Storage
-from lowtide.plan.schedule import Action, ActionKind, actions, position, replay
-from lowtide.plan.simulation import Share, Simulation, StageSimulation
-from lowtide.policy import Decision, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, resolve
-from lowtide.trace.trace import Part, Static, Trace
+from lowtide.plan.schedule import Action, ActionKind, Replay, actions, replay
+from lowtide.plan.simulation import Simulation, StageSimulation
+from lowtide.plan.stage import Decided, Stage, boundary_bytes
+from lowtide.policy import (
+    Catalogue,
+    Decision,
+    Keep,
+    LayerPolicy,
+    Policy,
+    Recompute,
+    Resolution,
+    ResolvedLayer,
+    resolve,
+)
+from lowtide.trace.trace import Part, Trace
 
-__all__ = ["simulate"]
+__all__ = ["shortened", "simulate"]
 
 
 def simulate(
@@ -46,46 +54,116 @@ def simulate(
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
-    layers = _layers(trace, policy)
+    layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
-    schedule = actions(_shortened(pipeline))
-    replayed: dict[int, _Replayed] = {}
-    for stage in wanted:
-        replayed[stage] = _replay_stage(trace, layers, device, pipeline, stage, schedule[stage], details, optimizer)
-    if wanted == tuple(range(pipeline.stages)):
-        transfer = _transfer_seconds(trace, device, pipeline)
-        step = replay(pipeline, lambda stage, action: replayed[stage].seconds_of(action), transfer)
-        ends = [end + replayed[stage].optimizer for stage, end in enumerate(step.ends)]
-        seconds, bubble = max(ends), step.bubble
+    make = partial(Stage, trace, layers, device, pipeline)
+    played = {stage: make(stage, details=details) for stage in wanted}
+    short = shortened(pipeline)
+    more = pipeline.micro_batches / short.micro_batches
+    transfer = _transfer_seconds(trace, device, pipeline)
+    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+        step = _together(played, pipeline, transfer)
+        ends, bubble = list(step.ends), step.bubble
     else:
-        ends = [0.0] * pipeline.stages
-        for stage, one in replayed.items():
-            ends[stage] = sum(map(one.seconds_of, actions(pipeline)[stage])) + one.optimizer
-        seconds, bubble = max(ends), 0.0
-    return Simulation(
-        seconds=seconds,
-        stages=tuple(replace(replayed[stage].result, seconds=ends[stage]) for stage in wanted),
-        bubble=bubble,
-        notes=_notes(policy, pipeline),
-    )
+        for stage, actions_of_it in enumerate(actions(short)):
+            for action in actions_of_it if stage in played else ():
+                played[stage].act(action)
+        seconds = {stage: _Seconds(one) for stage, one in played.items()}
+        if stages is None:
+            step = replay(pipeline, lambda stage, action: seconds[stage].of(action), transfer)
+            ends, bubble = list(step.ends), step.bubble
+        else:
+            ends, bubble = [0.0] * pipeline.stages, 0.0
+            for stage, known in seconds.items():
+                ends[stage] = sum(map(known.of, actions(pipeline)[stage]))
+    results = []
+    for stage, one in played.items():
+        result = one.finish(optimizer=optimizer)
+        ends[stage] += one.optimizer_seconds
+        if details:  # once more, to see what is there at the peak
+            again = make(stage, details=True, stop_at=one.rank.peak_allocation)
+            for action in actions(short)[stage]:
+                again.act(action)
+            again.finish(optimizer=optimizer)
+            result = replace(result, shares=again.shares())
+        results.append(replace(_whole_step(result, one.optimizer_seconds, more), seconds=ends[stage]))
+    return Simulation(seconds=max(ends), stages=tuple(results), bubble=bubble, notes=_notes(policy, pipeline))
 
 
-_Decided: TypeAlias = tuple[Mapping[str, Decision], Keep | Swap, bool]
-"""What becomes of a layer's operators, of its input, and whether it is recomputed as a whole."""
+def _together(stages: Mapping[int, Stage], pipeline: Pipeline, transfer: float) -> Replay:
+    """Replay all stages side by side, each action when what it waits for is there.
+
+    So a copy goes on while its stage waits for another.
+    """
+
+    def seconds(number: int, action: Action) -> float:
+        stage = stages[number]
+        before = stage.now
+        stage.act(action)
+        return stage.now - before
+
+    return replay(pipeline, seconds, transfer, begin=lambda number, start: stages[number].wait(start))
 
 
-def _layers(trace: Trace, policy: Policy | Resolution) -> list[_Decided]:
-    if isinstance(policy, Policy):
-        found = resolve(policy, trace.catalogue, require_match=False).layers
-        whole = [_is_whole(one) for one in policy.layers]
-    else:
-        found = policy.layers
-        whole = [
-            bool(one.decisions) and all(isinstance(each, Recompute) for each in one.decisions.values()) for one in found
-        ]
+class _Seconds:
+    """The seconds of a stage's actions, those that were left out included: they are as the ones before them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.usual = {(action.kind, action.chunk): seconds for action, seconds in stage.seconds.items()}
+
+    def of(self, action: Action) -> float:
+        """The seconds of an action."""
+        kind: ActionKind = "backward" if action.kind in ("input", "weight") else action.kind
+        whole = self.stage.seconds.get(action._replace(kind=kind), self.usual[kind, action.chunk])
+        share = self.stage.weight_share
+        return whole * {"input": 1 - share, "weight": share}.get(action.kind, 1.0)
+
+
+def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> list[Decided]:
+    """What is decided for each layer. A Policy is applied to each chunk alone, as a model of its own."""
+    if len(policy.layers) != len(trace.layers):
+        raise PlanError(f"the policy decides {len(policy.layers)} layers and the trace has {len(trace.layers)}")
+    found: dict[int, Decided] = {}
+    for own in (chunk for stage in pipeline.placement for chunk in stage):
+        if isinstance(policy, Policy):
+            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own), root=LayerPolicy())
+            catalogue = Catalogue(tuple(trace.parts[trace.layers[layer]].catalogue for layer in own))
+            resolved = resolve(part, catalogue, require_match=False).layers
+            whole = [_is_whole(one) for one in part.layers]
+        else:
+            resolved = tuple(policy.layers[layer] for layer in own)
+            whole = [
+                bool(one.decisions) and all(isinstance(each, Recompute) for each in one.decisions.values())
+                for one in resolved
+            ]
+        for layer, one, all_of_it in zip(own, resolved, whole, strict=True):
+            found[layer] = (_repeating(trace.parts[trace.layers[layer]], one), one.boundary, all_of_it)
     if len(found) != len(trace.layers):
-        raise PlanError(f"the policy decides {len(found)} layers and the trace has {len(trace.layers)}")
-    return [(one.decisions, one.boundary, all_of_it) for one, all_of_it in zip(found, whole, strict=True)]
+        raise PlanError(f"the pipeline places {len(found)} layers and the trace has {len(trace.layers)}")
+    return [found[layer] for layer in range(len(found))]
+
+
+def _repeating(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
+    """A layer's decisions, with the collectives in them that are to be issued again: those that read what the named
+    operators give, and what puts their results in order."""
+    if not resolved.repeated_collectives:
+        return resolved.decisions
+    collectives = {kernel.operator for kernel in part.kernels if kernel.ranks}
+    changed = dict(resolved.decisions)
+    for operator in resolved.repeated_collectives:
+        found = {
+            call.operator
+            for call in part.calls
+            if call.operator in collectives and (operator in call.reads or call.operator == operator)
+        }
+        ordering = {
+            call.operator
+            for call in part.calls
+            if call.operator.rpartition(".")[2].startswith("cat") and call.reads and set(call.reads) <= found
+        }
+        changed |= {name: Recompute() for name in found | ordering if changed.get(name) == Keep()}
+    return changed
 
 
 def _is_whole(settings: LayerPolicy) -> bool:
@@ -103,368 +181,46 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     )  # fmt: skip
     if decided:
         notes.append("decisions for what is outside the layers are not carried out, and not simulated")
+    if isinstance(policy, Policy):
+        usual = Policy(())
+        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
+            if getattr(policy, name) != getattr(usual, name):
+                notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
     if pipeline.schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v"):
         notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
     return tuple(notes)
 
 
-def _shortened(pipeline: Pipeline) -> Pipeline:
+def shortened(pipeline: Pipeline) -> Pipeline:
     """The same pipeline with fewer micro batches, where more of them hold no more memory at one time."""
+    stages, micro_batches = pipeline.stages, pipeline.micro_batches
+    group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
     enough = {
-        "1f1b": pipeline.stages + 2,
-        "interleaved": pipeline.stages * (pipeline.chunks + 2),
-        "zero_bubble": pipeline.stages * (pipeline.chunks + 2),
-        "zero_bubble_v": 4 * pipeline.stages,
-        "dualpipe_v": 4 * pipeline.stages,
-    }.get(pipeline.schedule)
-    if enough is None or enough >= pipeline.micro_batches:
-        return pipeline
-    return replace(pipeline, micro_batches=enough)
+        "1f1b": stages + 2,
+        "interleaved": 3 * group,
+        "zero_bubble": 3 * group if pipeline.chunks > 1 else 2 * stages + 2,
+        "zero_bubble_v": 4 * stages,
+        "dualpipe_v": 4 * stages,
+    }.get(pipeline.schedule, micro_batches)
+    return pipeline if enough >= micro_batches else replace(pipeline, micro_batches=enough)
+
+
+def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:
+    """A stage's sums for all micro batches of the step, where it was replayed with fewer."""
+    if more == 1:
+        return result
+    return replace(
+        result,
+        busy=(result.busy - optimizer) * more + optimizer,
+        stall=result.stall * more,
+        recompute=result.recompute * more,
+        moved=round(result.moved * more),
+    )
 
 
 def _transfer_seconds(trace: Trace, device: Device, pipeline: Pipeline) -> float:
     """How long a boundary takes from one stage to the next, whose device may be on another node."""
-    size = max((_size(trace.parts[place], "input") for place in trace.layers), default=0)
+    size = max((boundary_bytes(trace.parts[place], "input") for place in trace.layers), default=0)
     inside = trace.layout.get("tp", 1) * trace.layout.get("dp", 1) * pipeline.stages <= device.devices_per_node
     rate = device.interconnect if inside else device.network
     return device.collective_latency + size / (rate * device.efficiency.get("collective", 1.0))
-
-
-@dataclass
-class _Replayed:
-    """What a stage's own replay showed."""
-
-    result: StageSimulation
-    seconds: dict[Action, float]
-    optimizer: float
-    weight_share: float = 0.5
-    """The share of a backward that computes parameters' gradients."""
-    usual: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def seconds_of(self, action: Action) -> float:
-        """The seconds of an action; of one that was left out, those of the one before it."""
-        kind: ActionKind = "backward" if action.kind in ("input", "weight") else action.kind
-        whole = self.seconds.get(action._replace(kind=kind), self.usual[kind, action.chunk])
-        if action.kind == "input":
-            return whole * (1 - self.weight_share)
-        return whole * self.weight_share if action.kind == "weight" else whole
-
-
-def _replay_stage(
-    trace: Trace,
-    layers: Sequence[_Decided],
-    device: Device,
-    pipeline: Pipeline,
-    stage: int,
-    schedule: Sequence[Action],
-    details: bool,
-    optimizer: bool,
-) -> _Replayed:
-    chunks = [_chunk(trace, layers, pipeline, stage, chunk) for chunk in range(pipeline.chunks)]
-    play = partial(_play, trace, chunks, device, pipeline, stage, schedule, optimizer)
-    played = play(details=details)
-    if details:  # a second time, up to the peak, to see what is there
-        peak = played.rank.peak_allocation
-        played_again = play(details=True, stop_at=peak)
-        shares = _shares(played_again.rank.snapshot)
-        result = replace(
-            played.result,
-            shares=shares,
-            memory=tuple(played.rank.moments or ()),
-            spans=tuple(played.rank.spans or ()),
-            peak_at=played.rank.peak_at,
-        )
-        played = replace(played, result=result)
-    usual = {(action.kind, action.chunk): seconds for action, seconds in played.seconds.items()}
-    share = _weight_share(played.rank, [one for chunk in chunks for one in chunk])
-    return _Replayed(played.result, played.seconds, played.optimizer, share, {(k, c): s for (k, c), s in usual.items()})
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One part of a chunk."""
-
-    program: Program
-    layer: int | None
-    offset: int = 0
-    passes: bool = False
-    last: bool = False
-
-
-def _chunk(trace: Trace, layers: Sequence[_Decided], pipeline: Pipeline, stage: int, chunk: int) -> tuple[_Step, ...]:
-    """What a chunk runs: its layers, what comes before them in the first one and after them in the last."""
-    own = pipeline.placement[stage][chunk]
-    swaps = any(isinstance(one, Swap) for layer in own for one in (layers[layer][1], *layers[layer][0].values()))
-    steps: list[_Step] = []
-    place = position(pipeline, stage, chunk)
-    if place == 0:
-        steps.append(_Step(_compile(trace.before, {}, Keep(), False, frozenset(), False), None))
-    due: frozenset[int] = frozenset()
-    offset = 0
-    for layer in own:
-        part = trace.parts[trace.layers[layer]]
-        decisions, boundary, whole = layers[layer]
-        program = _compile(part, decisions, boundary, whole, due, swaps)
-        passes = bool(due) and (program.idle or (whole and not isinstance(boundary, Swap)))
-        steps.append(_Step(program, layer, offset, passes, layer == own[-1]))
-        offset += program.operators
-        due = frozenset(number - program.operators for number in due | program.due if number > program.operators)
-    if place == pipeline.stages * pipeline.chunks - 1:
-        steps.append(_Step(_compile(trace.after, {}, Keep(), False, frozenset(), False), None))
-    return tuple(steps)
-
-
-_compiled: dict[Any, Program] = {}
-
-
-def _compile(
-    part: Part,
-    decisions: Mapping[str, Decision],
-    boundary: Keep | Swap,
-    whole: bool,
-    due: frozenset[int],
-    noticed: bool,
-) -> Program:
-    key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed)
-    found = _compiled.get(key)
-    if found is None:
-        if len(_compiled) > 4096:
-            _compiled.clear()
-        found = compile_part(part, decisions, boundary, whole=whole, due_before=due, noticed=noticed)
-        _compiled[key] = found
-    return found
-
-
-@dataclass(frozen=True)
-class _Played:
-    rank: Rank
-    result: StageSimulation
-    seconds: dict[Action, float]
-    optimizer: float
-
-
-def _play(
-    trace: Trace,
-    chunks: Sequence[Sequence[_Step]],
-    device: Device,
-    pipeline: Pipeline,
-    stage: int,
-    schedule: Sequence[Action],
-    optimizer: bool,
-    *,
-    details: bool,
-    stop_at: int = -1,
-) -> _Played:
-    rank = Rank(device, details=details)
-    rank.stop_at = stop_at
-    static = [step.program.part.static for chunk in chunks for step in chunk]
-    for what in ("parameters", "buffers", "optimizer"):
-        for step, sizes in zip((step for chunk in chunks for step in chunk), static, strict=True):
-            _allocate(rank, getattr(sizes, what), what, step.layer)
-    for step in (step for chunk in chunks for step in chunk):
-        if not any(value.gradient for value in step.program.part.values):
-            _allocate(rank, step.program.part.static.gradients, "gradients", step.layer)
-    ends = [_Ends(rank, trace, chunk, pipeline, stage, number) for number, chunk in enumerate(chunks)]
-    running: dict[tuple[int, int], _Running] = {}
-    seconds: dict[Action, float] = {}
-    held = most = 0
-    for action in schedule:
-        before = max(rank.lanes.computation, rank.lanes.host)
-        key = action.chunk, action.micro_batch
-        if action.kind == "forward":
-            running[key] = _forward(rank, chunks[action.chunk], ends[action.chunk], action.micro_batch)
-            held += 1
-            most = max(most, held)
-        elif action.kind in ("backward", "weight"):
-            _backward(rank, running.pop(key), ends[action.chunk])
-            held -= 1
-        if action.kind != "input":
-            whole = action if action.kind == "forward" else action._replace(kind="backward")
-            seconds[whole] = max(rank.lanes.computation, rank.lanes.host) - before
-    for end in ends:
-        end.close()
-    before = max(rank.lanes.computation, rank.lanes.host)
-    if optimizer:
-        _optimize(rank, trace, static)
-    took = max(rank.lanes.computation, rank.lanes.host) - before
-    result = StageSimulation(
-        stage=stage,
-        peak=rank.allocator.peak,
-        reserved=rank.allocator.reserved,
-        static=sum(one.total for one in static),
-        seconds=0.0,
-        busy=rank.lanes.busy,
-        stall=rank.lanes.stall,
-        recompute=rank.recompute,
-        moved=rank.moved,
-        host_peak=rank.host_peak,
-        in_flight=most,
-    )
-    return _Played(rank, result, seconds, took)
-
-
-def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) -> None:
-    for size in sizes:
-        if size:
-            storage = rank.make(size)
-            storage.what, storage.layer, storage.operator = what, layer, ""
-
-
-class _Ends:
-    """A chunk's ends: what it receives and sends, and who holds that."""
-
-    def __init__(
-        self, rank: Rank, trace: Trace, chunk: Sequence[_Step], pipeline: Pipeline, stage: int, number: int
-    ) -> None:
-        self.rank = rank
-        place = position(pipeline, stage, number)
-        self.first, self.last = place == 0, place == pipeline.stages * pipeline.chunks - 1
-        self.sent: Storage | None = None
-        given = 0 if self.first else _size(chunk[0].program.part, "input")
-        returned = 0 if self.last else _size(chunk[-1].program.part, "output_gradient")
-        self.inputs = [self._buffer(given) for _ in range(pipeline.micro_batches if given else 0)]
-        self.gradients = [self._buffer(returned) for _ in range(pipeline.micro_batches if returned else 0)]
-
-    def _buffer(self, size: int) -> Storage:
-        storage = self.rank.make(size)
-        storage.what = "boundaries"
-        return storage
-
-    def input(self, micro_batch: int) -> Storage | None:
-        """What the chunk is given, held once more."""
-        return _held(self.inputs, micro_batch)
-
-    def gradient(self, micro_batch: int) -> Storage | None:
-        """The gradient of what it gave."""
-        return _held(self.gradients, micro_batch)
-
-    def send_back(self, gradient: Storage | None) -> None:
-        """The gradient of the input is held until the next one is on its way."""
-        if self.sent is not None:
-            self.rank.drop(self.sent)
-        self.sent = gradient
-
-    def close(self) -> None:
-        """The schedule has ended."""
-        self.send_back(None)
-
-
-def _held(buffers: Sequence[Storage], micro_batch: int) -> Storage | None:
-    if not buffers:
-        return None
-    storage = buffers[micro_batch]
-    storage.count += 1
-    return storage
-
-
-@dataclass
-class _Running:
-    """A micro batch in a chunk, between its forward and its backward."""
-
-    micro_batch: int
-    instances: list[Instance]
-    until_backward: list[Storage]
-    output: Storage | None
-
-
-def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) -> _Running:
-    instances: list[Instance] = []
-    until: Mapping[str, list[Storage]] = {"forward": [], "backward": []}
-    storage = ends.input(micro_batch)
-    handed: list[Storage | None] = []
-    across: list[Storage | None] = []
-    for step in chunk:
-        instance = Instance(step.program, step.layer, micro_batch, step.offset, passes=step.passes, last=step.last)
-        if step.program.part.name == "after":  # what was made before the layers and is freed here
-            for number, left in zip(step.program.part.across, across, strict=False):
-                if left is not None:
-                    instance.slots[number] = left
-            across = []
-        storage = rank.forward(instance, storage, handed)
-        handed = instance.handed
-        instances.append(instance)
-        part = step.program.part
-        if part.name == "before":
-            across = [instance.slots.pop(number, None) for number in part.across]
-        for number, left in instance.slots.items():
-            if number == part.input:  # it was lent: whoever made it says how long it lives
-                rank.drop(left)
-            else:
-                until[part.values[number].until or "backward"].append(left)
-        instance.slots = {}
-    for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
-        rank.drop(one)
-    return _Running(micro_batch, instances, until["backward"], storage)
-
-
-def _backward(rank: Rank, running: _Running, ends: _Ends) -> None:
-    gradient = ends.gradient(running.micro_batch)
-    handed: list[Storage | None] = []
-    for instance in reversed(running.instances):
-        gradient = rank.backward(instance, gradient, handed)
-        handed = instance.handed
-    for storage in handed:
-        if storage is not None:
-            rank.drop(storage)
-    if ends.first:
-        if gradient is not None:
-            rank.drop(gradient)
-    else:
-        ends.send_back(gradient)
-    for storage in running.until_backward:
-        rank.drop(storage)
-    if running.output is not None:
-        rank.drop(running.output)
-
-
-def _optimize(rank: Rank, trace: Trace, static: Sequence[Static]) -> None:
-    """The optimizer's step; of a stage that has a part of the parameters, that share of it."""
-    everything = [trace.before.static, trace.after.static, *(trace.parts[place].static for place in trace.layers)]
-    total = sum(sum(one.parameters) for one in everything)
-    share = sum(sum(one.parameters) for one in static) / total if total else 1.0
-    part = trace.optimizer
-    if share < 1:
-        part = replace(
-            part,
-            values=tuple(value._replace(size=int(value.size * share)) for value in part.values),
-            kernels=tuple(
-                kernel._replace(
-                    touched=int(kernel.touched * share),
-                    seconds=kernel.seconds * share if kernel.seconds is not None else None,
-                )
-                for kernel in part.kernels
-            ),
-        )
-    rank.optimize(part, codes_of(part))
-
-
-def _size(part: Part, name: str) -> int:
-    """The bytes of a value that a part names; a gradient is as large as its value."""
-    value = getattr(part, name)
-    if value is None and name == "output_gradient":
-        value = part.output
-    return part.values[value].size if value is not None else 0
-
-
-def _weight_share(rank: Rank, steps: Sequence[_Step]) -> float:
-    weight = total = 0.0
-    for step in steps:
-        part = step.program.part
-        timed = rank.timed(part)
-        for what, number in part.backward:
-            if what == "run":
-                total += timed[number].seconds
-                weight += timed[number].seconds * any(part.values[one].gradient for one in part.kernels[number].writes)
-    return weight / total if total else 0.5
-
-
-def _shares(snapshot: Sequence[Storage]) -> tuple[Share, ...]:
-    """What is there, by what it is, the largest first."""
-    found: dict[tuple[str, int | None, str], int] = {}
-    for storage in snapshot:
-        key = (storage.what, storage.layer, storage.operator)
-        found[key] = found.get(key, 0) + storage.size
-    order: Callable[[Share], tuple[int, str, str, int]] = lambda one: (  # noqa: E731
-        -one.bytes, one.what, one.operator, -1 if one.layer is None else one.layer,
-    )  # fmt: skip
-    return tuple(sorted((Share(*key, size) for key, size in found.items()), key=order))

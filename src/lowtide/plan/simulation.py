@@ -76,6 +76,8 @@ class StageSimulation:
     """Memory over time; left out where it was not asked for."""
     spans: tuple[Span, ...] = ()
     """What the lanes did; left out where it was not asked for."""
+    requested: int = 0
+    """The most bytes that tensors themselves had, without what an allocator adds: what a CPU's memory holds."""
     in_flight: int = 1
     """The most micro batches whose activations are held at one time."""
 

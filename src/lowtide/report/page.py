@@ -13,15 +13,9 @@ from pathlib import Path
 from lowtide.errors import ReportError
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulation import StageSimulation
-from lowtide.report.charts import (
-    Figure,
-    curve_figure,
-    grid_figure,
-    lanes_figure,
-    memory_figure,
-    stage_memory_figure,
-    stage_time_figure,
-)
+from lowtide.report.axes import Figure
+from lowtide.report.charts import curve_figure, grid_figure, stage_memory_figure, stage_time_figure
+from lowtide.report.prediction import measured_stage, predictions
 from lowtide.report.run import Run
 from lowtide.report.tables import (
     decision_bar,
@@ -36,6 +30,7 @@ from lowtide.report.tables import (
     yaml_difference,
 )
 from lowtide.report.thin import MOST_BLOCKS, SLICES, late_copies
+from lowtide.report.timelines import lanes_figure, memory_figure
 from lowtide.report.words import fullest, headline, layout, peak_sentence
 from lowtide.units import format_bytes, format_seconds
 
@@ -82,7 +77,7 @@ def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figu
         return {"memory": [memory_figure(None, None, run, end)]} if run.memory else {}
     found: dict[str, Figure | list[Figure]] = {}
     stages = plan.simulation.stages
-    whose = _measured_stage(plan, run)
+    whose = measured_stage(plan, run)
     ends = [_end(stage, run if stage.stage == whose else None) or plan.simulation.seconds for stage in stages]
     few = max(len(stages) // 4, 1)  # many stages share the page's size: each has coarser slices
     if any(stage.memory for stage in stages) or (run is not None and run.memory):
@@ -109,11 +104,6 @@ def _end(stage: StageSimulation, run: Run | None) -> float:
     return max([*times, *(when for when, _ in (run.memory[-1:] if run is not None else ()))], default=0.0)
 
 
-def _measured_stage(plan: Plan, run: Run | None) -> int:
-    """The stage that a measured timeline is of: the fullest unless the run says."""
-    return run.stage if run is not None and run.stage is not None else fullest(plan).stage
-
-
 def _sections(
     plan: Plan | None, run: Run | None, given: str | None, figures: dict[str, Figure | list[Figure]]
 ) -> Iterator[str]:
@@ -124,7 +114,8 @@ def _sections(
         yield _section(
             "ways",
             "Ways to run it",
-            "The line is the fastest step for each budget; hollow points do not fit.",
+            "The line is the fastest step for each budget by the solver's model. The points are simulated; hollow ones"
+            " do not fit.",
             _two(_chart("curve", "step time against memory"), options_table(plan)),
         )
     if plan is not None and "grid" in figures:
@@ -186,6 +177,10 @@ def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list
         first = fullest(plan).stage
         lead = "Bytes in use on the device, as the allocator counts them; the budget is compared with what it reserves."
         if len(stages) > 1:
+            lead += (
+                " Each stage is shown on a clock of its own, with as many micro batches as it takes to fill it; the"
+                " time in which it waits for others is left out."
+            )
             options = "".join(
                 f"<option{' selected' if stage.stage == first else ''}>stage {stage.stage}, "
                 f"{format_bytes(stage.peak)}</option>"
@@ -205,14 +200,15 @@ def _link_sentence(plan: Plan) -> str:
     if not copies:
         return "Nothing is swapped: the link is idle."
     late = sum(len(late_copies(stage.spans)) for stage in plan.simulation.stages)
-    stalled = sum(stage.stall for stage in plan.simulation.stages)
+    stalled = sum(span.seconds for _, span in spans if span.kind == "stall")
     busiest = max(
-        sum(span.seconds for span in stage.spans if span.kind == "copy out") for stage in plan.simulation.stages
+        sum(span.seconds for span in stage.spans if span.kind == "copy out") / (_end(stage, None) or 1.0)
+        for stage in plan.simulation.stages
     )
-    waits = f"{late} kept the computation waiting, {format_seconds(stalled)} in all" if late else "none was waited for"
+    waits = f"it stood still for copies for {format_seconds(stalled)}" if stalled else "it never stood still for a copy"
     return (
-        f"{copies - late} of {copies} copies back were there when they were needed; {waits}."
-        f" The busiest link is sending in {busiest / plan.simulation.seconds:.0%} of the step."
+        f"{copies - late} of {copies} copies back were there when the computation needed them; {waits}."
+        f" The busiest link is sending in {busiest:.0%} of the time."
         " Faint blocks are busy for a part of their length only."
     )
 
@@ -236,24 +232,17 @@ def _honesty(plan: Plan | None, run: Run | None) -> str:
 
 def _errors(plan: Plan, run: Run | None) -> Iterator[str]:
     """The predictions beside what was measured; that nothing was, where nothing was."""
-    known = run is not None and (run.peak is not None or run.seconds is not None)
-    if run is None or not known:
+    if run is None or (run.peak is None and run.seconds is None):
         yield "All of this is predicted. Nothing on this page was measured on a device."
         return
-    if run.peak is not None:
-        peak = next(stage.peak for stage in plan.simulation.stages if stage.stage == _measured_stage(plan, run))
-        yield _error("peak", format_bytes(peak), format_bytes(run.peak), peak / run.peak - 1)
-    else:
-        yield "The peak was not measured."
-    if run.seconds is not None:
-        step = plan.simulation.seconds
-        yield _error("step", format_seconds(step), format_seconds(run.seconds), step / run.seconds - 1)
-    else:
-        yield "The step's time was not measured."
-
-
-def _error(what: str, predicted: str, measured: str, error: float) -> str:
-    return f"The {what} was predicted as {predicted} and measured as {measured}: {error:+.1%}."
+    for one in predictions(plan, run):
+        if one.measured is None or one.error is None:
+            yield f"The {one.what} was not measured."
+            continue
+        words = [
+            format_bytes(int(n)) if one.what == "peak" else format_seconds(n) for n in (one.predicted, one.measured)
+        ]
+        yield f"The {one.what} was predicted as {words[0]} and measured as {words[1]}: {one.error:+.1%}."
 
 
 def _section(name: str, title: str, lead: str, body: str) -> str:

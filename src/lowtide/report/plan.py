@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,8 +43,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(
             f"no policy that fits can be more than {_gap(plan)} faster, by the solver's model", soft_wrap=True
         )
-    for note in plan.notes:
-        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    _print_notes(plan, console)
 
 
 def print_explanation(plan: Plan, console: Console) -> None:
@@ -59,8 +59,7 @@ def print_explanation(plan: Plan, console: Console) -> None:
         console.print(_options(plan))
     console.print()
     _print_advice(plan, console)
-    for note in plan.notes:
-        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    _print_notes(plan, console)
 
 
 def explanation_as_json(plan: Plan) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def _print_stages(plan: Plan, console: Console) -> None:
     """A line a stage; equal neighbours are one line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     stages = plan.simulation.stages
-    names = ("reserved", "static", "in flight", "busy", "recompute", "stalls", "swapped", "host")
+    names = ("reserved", "static", "batches", "busy", "recompute", "stalls", "swapped", "host")
     if len(stages) > 1:
         table.add_column("stage")
     for name in names:
@@ -142,7 +141,7 @@ def _print_shares(plan: Plan, console: Console) -> None:
     if not stage.shares:
         return
     parts = [f"{name} {format_bytes(size)}" for name, size in shares_by_kind(stage.shares).items()]
-    console.print(f"  made of {', '.join(parts)}", soft_wrap=True)
+    _print_wrapped(f"made of {', '.join(parts)}", "  ", console)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("", "bytes", "of the peak", "what", "layers"):
         table.add_column(name, justify="right" if name in ("bytes", "of the peak") else "left")
@@ -182,13 +181,12 @@ def _print_advice(plan: Plan, console: Console) -> None:
     """One way, and how to take it."""
     if not plan.feasible:
         least = plan.least or plan.simulation.reserved
-        console.print(
-            Text.assemble(
-                ("what to do: ", "bold"),
-                f"give it {format_bytes(least)} a device, or hold less: a smaller --micro-batch-size or --seq, more"
-                " tensor or pipeline ranks, or fewer micro batches in flight",
-            ),
-            soft_wrap=True,
+        console.print(Text("what to do", style="bold"))
+        _print_wrapped(
+            f"give it {format_bytes(least)} a device, or hold less: a smaller --micro-batch-size or --seq, more tensor"
+            " or pipeline ranks, or fewer micro batches in flight",
+            "  ",
+            console,
         )
         return
     best = recommended(plan)
@@ -211,3 +209,15 @@ def _print_advice(plan: Plan, console: Console) -> None:
 
 def _gap(plan: Plan) -> str:
     return f"{max(plan.gap, 0.0):.2%}"
+
+
+def _print_notes(plan: Plan, console: Console) -> None:
+    for note in plan.notes:
+        _print_wrapped(f"note: {note}", "", console, style="dim")
+
+
+def _print_wrapped(text: str, indent: str, console: Console, style: str = "") -> None:
+    """Break a long sentence at blanks, lines after the first further in."""
+    width = max(console.width, 40)
+    for line in textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=f"{indent}  "):
+        console.print(Text(line, style=style), soft_wrap=True)

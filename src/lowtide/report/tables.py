@@ -34,7 +34,8 @@ _SHARE_COLOURS = {"parameters": "deep", "gradients": "deep", "optimizer": "deep"
 def key_figures(plan: Plan) -> str:
     """The handful of numbers that sum a plan up."""
     stages, step = plan.simulation.stages, plan.simulation.seconds
-    slowest = max(stages, key=lambda stage: stage.busy + stage.stall)
+    again, stall = max(stage.recompute for stage in stages), max(stage.stall for stage in stages)
+    most = " on one stage" if len(stages) > 1 else ""
     spare = plan.budget - plan.simulation.reserved
     moved, host = sum(stage.moved for stage in stages), max(stage.host_peak for stage in stages)
     copies = [span for stage in stages for span in stage.spans if span.kind == "copy back"]
@@ -46,13 +47,13 @@ def key_figures(plan: Plan) -> str:
             f"{format_bytes(abs(spare))} {'under' if spare >= 0 else 'over'} the budget",
         ),
         ("Step", format_seconds(step), f"at most {max(plan.gap, 0):.2%} from the best" if plan.feasible else ""),
-        ("Recompute", format_seconds(slowest.recompute), f"{_share(slowest.recompute, step)} of the step"),
+        ("Recompute", format_seconds(again) if again else "none", f"{_share(again, step)} of the step{most}"),
     ]
     if moved:
         on_time = f", {(len(copies) - late) / len(copies):.0%} of copies back in time" if copies else ""
         rows.append(("Swapped in a step", format_bytes(moved), f"{format_bytes(host)} on the host at most{on_time}"))
-        waits = format_seconds(slowest.stall) if slowest.stall else "none"
-        rows.append(("Waiting for copies", waits, f"{_share(slowest.stall, step)} of the step"))
+        waits = format_seconds(stall) if stall else "none"
+        rows.append(("Waiting for copies", waits, f"{_share(stall, step)} of the step{most}"))
     if len(stages) > 1:
         rows.append(("Pipeline bubble", f"{plan.simulation.bubble:.1%}", "of the step, on the busiest stage"))
     return _figures(rows)
@@ -68,7 +69,7 @@ def run_figures(run: Run) -> str:
         ("Step", format_seconds(run.seconds) if run.seconds is not None else "", "measured, the median"),
         ("Swapped", format_bytes(moved) if moved else "", steps),
         ("Recompute", format_seconds(again) if again else "", steps),
-        ("Waiting for copies", format_seconds(stall) if run.settings else "", steps),
+        ("Waiting for copies", (format_seconds(stall) if stall else "none") if run.settings else "", steps),
     ]
     return _figures([row for row in rows if row[1]])
 
@@ -123,7 +124,7 @@ def options_table(plan: Plan) -> str:
 def _option(option: Option, plan: Plan, best: bool) -> str:
     spare = plan.budget - option.simulation.reserved
     against = f"{format_bytes(spare)} free" if spare >= 0 else f'<span class="over">{format_bytes(-spare)} over</span>'
-    how = f"<code>{escape(option.how)}</code>" if option.how else ""
+    how = f"<small>write: {escape(option.how)}</small>" if option.how else ""
     name = f"<span>{escape(option.name)}</span>{how}"
     mark = ' class="best"' if best else ""
     return (

@@ -27,9 +27,9 @@ MOST_BLOCKS = 2000
 ROWS = {
     "forward": "compute",
     "backward": "compute",
-    "collective": "compute",
     "optimizer": "compute",
     "recompute": "recompute",
+    "collective": "collectives",
     "stall": "stalls",
     "copy out": "link out",
     "copy back": "link in",

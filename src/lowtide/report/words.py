@@ -53,6 +53,9 @@ def headline(plan: Plan) -> str:
     )
 
 
+_AS_FAST = ", as fast as with everything kept, which fits"
+
+
 def _against(plan: Plan) -> str:
     """The comparison that says most: with keeping everything where that fits, else with recomputing every layer."""
     seconds = plan.simulation.seconds
@@ -60,7 +63,7 @@ def _against(plan: Plan) -> str:
     full = next((one for one in plan.options if one.name == "recompute every layer"), None)
     if kept is not None and kept.fits:
         slower = seconds / kept.simulation.seconds - 1
-        return "" if slower < 0.0005 else f", {slower:.1%} slower than keeping everything, which fits too"
+        return f", {slower:.1%} slower than keeping everything, which fits too" if slower >= 0.0005 else _AS_FAST
     if full is not None and full.simulation.seconds > seconds * 1.0005:
         return f", {1 - seconds / full.simulation.seconds:.1%} less than with every layer recomputed"
     return ""
@@ -88,12 +91,15 @@ def fullest(plan: Plan) -> StageSimulation:
 def peak_sentence(plan: Plan) -> str:
     """Where the peak is."""
     stage = fullest(plan)
-    where = f"on stage {stage.stage}" if len(plan.simulation.stages) > 1 else ""
+    several = len(plan.simulation.stages) > 1
+    where = f"on stage {stage.stage}" if several else ""
     when = ""
     if stage.peak_at is not None:
         at = stage.peak_at
         layer = f"layer {at.layer}" if at.layer is not None else "outside the layers"
-        when = f"{format_seconds(at.time)} into the step, {layer}" + (f", {at.operator}" if at.operator else "")
+        # A stage among several has a clock of its own, which says nothing about the step.
+        time = "" if several else f"{format_seconds(at.time)} into the step, "
+        when = f"{time}{layer}" + (f", {at.operator}" if at.operator else "")
     batches = f"{stage.in_flight} micro batches in flight" if stage.in_flight > 1 else ""
     place = "; ".join(part for part in (", ".join(part for part in (where, when) if part), batches) if part)
     return f"{format_bytes(stage.peak)} in use, {format_bytes(stage.reserved)} reserved" + (
@@ -136,9 +142,11 @@ def decision_kind(decision: Keep | Recompute | Swap) -> str:
 
 
 def recommended(plan: Plan) -> Option | None:
-    """The fastest option that fits; the plan's own among equals."""
+    """The fastest option that fits; the plan's own among equals. None where the plan itself is faster than all."""
     fitting = [option for option in plan.options if option.fits]
-    return min(fitting, key=lambda one: (one.simulation.seconds, one.policy.digest != plan.policy.digest), default=None)
+    best = min(fitting, key=lambda one: (one.simulation.seconds, one.policy.digest != plan.policy.digest), default=None)
+    faster = best is not None and plan.feasible and plan.simulation.seconds < best.simulation.seconds * (1 - 1e-6)
+    return None if faster else best
 
 
 WELL_KNOWN = ("keep everything", "recompute every layer", "what the file says")
@@ -149,16 +157,17 @@ MUCH = 1.01
 
 def ways(plan: Plan) -> list[Option]:
     """The options worth showing, the fastest first: the recommended and the well-known ones, and of the others those
-    that fit and that no other one beats in both memory and time. Where nothing fits, the two that need least."""
+    that fit and that no other one equals or beats in both memory and time. Where nothing fits, the two that need
+    least."""
     best = recommended(plan)
-    fitting = [one for one in plan.options if one.fits]
-    others = [one for one in fitting if not any(_beats(other, one) for other in fitting)]
+    fitting = sorted(
+        (one for one in plan.options if one.fits), key=lambda one: (one is not best, one.simulation.seconds)
+    )
+    others: list[Option] = []
+    for one in fitting:  # from the fastest on, so each has to need less memory than those before it
+        if all(one.simulation.reserved * MUCH < other.simulation.reserved for other in others):
+            others.append(one)
     if not fitting:
         others = sorted(plan.options, key=lambda one: one.simulation.reserved)[:2]
-    chosen = [one for one in plan.options if one is best or one.name in WELL_KNOWN or one in others]
-    return sorted(chosen, key=lambda one: one.simulation.seconds)
-
-
-def _beats(other: Option, one: Option) -> bool:
-    faster = other.simulation.seconds < one.simulation.seconds
-    return faster and other.simulation.reserved <= one.simulation.reserved * MUCH
+    chosen = [one for one in plan.options if one.name in WELL_KNOWN or any(one is other for other in others)]
+    return sorted(chosen, key=lambda one: (one.simulation.seconds, one is not best))

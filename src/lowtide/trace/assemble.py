@@ -150,6 +150,7 @@ class _Cut:
             taken_back=numbers.local(taken_back),
             handed_back=numbers.local(self.handed.get(("backward", index), [])),
             across=numbers.local(across),
+            result=numbers.values.get(record.result) if index == self.count else None,
             static=static,
         )
 

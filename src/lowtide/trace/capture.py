@@ -152,6 +152,7 @@ class _Runs:
         for index, layer in enumerate(self.layers):
             hooks.append(layer.register_forward_pre_hook(_Begin(recorder, root, index), prepend=True, with_kwargs=True))
             hooks.append(layer.register_forward_hook(_End(recorder, root, index)))
+        hooks.append(self.model.register_forward_hook(_Result(recorder)))
         try:
             yield
         finally:
@@ -214,6 +215,19 @@ class _End:
                 self.recorder.passed[self.index] = self.recorder.number(made[0])
                 made[0].register_hook(_Gradient(self.recorder, self.index))
         self.recorder.leave("forward", self.index + 1)
+
+
+class _Result:
+    """The model has run: the largest tensor that it gives are its logits."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        with DisableTorchFunction():
+            largest = max(tensors_of(output), key=Tensor.numel, default=None)
+            if largest is not None and largest.requires_grad:
+                self.recorder.result = self.recorder.number(largest)
 
 
 class _Gradient:

@@ -48,6 +48,8 @@ from lowtide.trace.trace import Event, What
 
 __all__ = ["Place", "RecordedKernel", "Recorder", "Storage"]
 
+LOSS = "loss"
+"""What runs after the layers and is no operator of the model."""
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Place: TypeAlias = tuple[Phase, int]
 """Where something happens: the phase, and the part: -1 is before the layers, their number after them."""
@@ -108,6 +110,8 @@ class Recorder(TorchDispatchMode):
         self.known: dict[int, int] = {}
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
+        self.result = -1
+        """The storage of the model's own output."""
         """The keys of storages that were there before: parameters, buffers, optimizer states."""
         self.managed: set[int] = set()
         """The keys of storages that somebody frees by hand, whoever holds them: gathered parameters."""
@@ -185,10 +189,11 @@ class Recorder(TorchDispatchMode):
         """The operator that runs, or whose gradient is being computed."""
         if self.open is not None:
             return self.open.operator
+        outside = LOSS if self.place[1] == self.last else ""
         if self.place[0] != "backward":
-            return ""
+            return outside
         number = backward_node_number()
-        return next((call.operator for call in reversed(self.calls) if number in call.nodes), "")
+        return next((call.operator for call in reversed(self.calls) if number in call.nodes), outside)
 
     # Storages.
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -209,6 +209,9 @@ class Part:
     across: tuple[int, ...] = ()
     """Values that ``before`` makes and ``after`` frees in forward, in the same order in both. Where a pipeline parts
     the two, ``Value.until`` holds."""
+    result: int | None = None
+    """In ``after``: the model's own output, the logits, where the loss is computed from it. A pipeline's last stage
+    holds it until backward."""
     static: Static = field(default_factory=Static)
 
     @cached_property
@@ -259,6 +262,21 @@ class Trace:
     def digest(self) -> str:
         """A stable name of the content."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def without_seconds(self) -> Trace:
+        """The same as if nothing had been timed: a device's table then says how long a kernel takes."""
+
+        def plain(part: Part) -> Part:
+            return replace(part, kernels=tuple(kernel._replace(seconds=None) for kernel in part.kernels))
+
+        return replace(
+            self,
+            before=plain(self.before),
+            parts=tuple(map(plain, self.parts)),
+            after=plain(self.after),
+            optimizer=plain(self.optimizer),
+            measured=False,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The Trace as plain JSON values."""

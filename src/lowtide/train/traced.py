@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lowtide._torch_private import FakeTensorMode, imagined_process_group
@@ -90,7 +92,7 @@ def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, prog
     return capture(
         model,
         run,
-        optimizer=torch.optim.AdamW(model.parameters(), fused=True) if optimizer else None,
+        optimizer=torch.optim.AdamW(_groups(model), fused=True) if optimizer else None,
         name=name or "decoder",
         layout={
             "replicate": degrees.replicate,
@@ -101,6 +103,15 @@ def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, prog
         batch={"samples": rank.samples, "tokens": rank.samples * rank.sequence},
         progress=progress,
     )
+
+
+def _groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The parameters as the runner groups them: one kernel updates those that are divided over the same ranks."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
 
 
 def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
