@@ -77,7 +77,7 @@ class Instance:
 
     __slots__ = (
         "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
-        "layer", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots",
+        "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots",
         "starts", "used",
     )  # fmt: skip
 
@@ -105,6 +105,8 @@ class Instance:
         """What the program holds."""
         self.handed: list[Storage | None] = []
         """What it hands to the next beside its output or its gradient."""
+        self.left: list[Storage] = []
+        """What its backward made and leaves until the whole backward has ended."""
         self.held: dict[int, Storage] = {}
         """What packs keep."""
         self.packs: dict[int, Swapped] = {}
@@ -494,8 +496,11 @@ class Rank:
                 self._add(instance, number, slots)
         instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
-        for storage in slots.values():
-            self.drop(storage)
+        for number, storage in slots.items():
+            if values[number].until:  # a later part frees it: whole gradients and parameters that ranks share
+                instance.left.append(storage)
+            else:
+                self.drop(storage)
         return result
 
     def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:

@@ -13,7 +13,7 @@ from lowtide.plan.replay import Instance, Rank, Storage
 from lowtide.plan.schedule import Action, position
 from lowtide.plan.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
-from lowtide.trace.trace import Part, Static, Trace
+from lowtide.trace.trace import Part, Static, Trace, Value
 
 __all__ = ["Decided", "Stage", "boundary_bytes"]
 
@@ -46,8 +46,10 @@ class Stage:
                 _allocate(self.rank, getattr(step.program.part.static, what), what, step.layer)
         if all(step.program.part is not trace.before for step in steps):  # every stage has the tables of positions
             _allocate(self.rank, trace.before.static.buffers, "buffers", None)
+        around = [step for step in steps if step.layer is None]
         for step in steps:
-            if not any(value.gradient for value in step.program.part.values):
+            # Where ranks share parameters, those around the layers have their gradients in one storage.
+            if not any(value.gradient for one in (around if step in around else [step]) for value in one.values):
                 _allocate(self.rank, step.program.part.static.gradients, "gradients", step.layer)
         self.ends = [_Ends(self.rank, chunk, pipeline, number, place) for place, chunk in enumerate(self.chunks)]
         self.running: dict[tuple[int, int], _Running] = {}
@@ -126,6 +128,11 @@ class _Step:
     offset: int = 0
     passes: bool = False
     last: bool = False
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The values of its part."""
+        return self.program.part.values
 
 
 def _chunk(trace: Trace, layers: Sequence[Decided], pipeline: Pipeline, stage: int, chunk: int) -> tuple[_Step, ...]:
@@ -299,7 +306,7 @@ def _backward(rank: Rank, running: _Running, ends: _Ends) -> None:
             rank.drop(gradient)
     else:
         ends.send_back(gradient)
-    for storage in running.until_backward:
+    for storage in [*running.until_backward, *(one for instance in running.instances for one in instance.left)]:
         rank.drop(storage)
     if running.output is not None:
         rank.drop(running.output)
