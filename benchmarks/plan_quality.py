@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ from lowtide.plan.make import make_plan
 from lowtide.plan.simulate import simulate
 from lowtide.plan.simulation import Simulation
 from lowtide.trace.capture import capture
-from lowtide.trace.trace import Part, Trace
 from models import Attach, Shape, llama, use_machine
 
 BUDGETS = 10
@@ -79,7 +78,8 @@ class Bench:
     def __init__(self, name: str, model: nn.Module, run: Callable[[], Tensor], console: Console) -> None:
         self.name, self.model, self.run, self.console = name, model, run, console
         self.parameters = sum(parameter.nbytes for parameter in model.parameters())
-        self.trace = _without_seconds(capture(model, run, name=name))
+        # As if no device had been there: the calibrated table says how long a kernel takes.
+        self.trace = capture(model, run, name=name).without_seconds()
         parts = (self.trace.before, *self.trace.parts, self.trace.after)
         kernels = [kernel for part in parts for kernel in part.kernels]
         self.device: Device = calibrate(torch.device("tide"), kernels).device
@@ -133,21 +133,6 @@ def _applied(model: nn.Module, policy: Policy) -> Any:
             handle.remove()
 
     return attached()
-
-
-def _without_seconds(trace: Trace) -> Trace:
-    """The Trace as if no device had been there: the calibrated table says how long a kernel takes."""
-
-    def strip(part: Part) -> Part:
-        return replace(part, kernels=tuple(kernel._replace(seconds=None) for kernel in part.kernels))
-
-    return replace(
-        trace,
-        before=strip(trace.before),
-        after=strip(trace.after),
-        parts=tuple(map(strip, trace.parts)),
-        measured=False,
-    )
 
 
 # The other ways.

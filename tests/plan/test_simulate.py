@@ -206,5 +206,5 @@ def test_after_a_step_nothing_is_left_but_parameters_and_gradients(
         stage.act(Action("backward", 0, number))
     found = stage.finish(optimizer=False)
     assert stage.rank.allocator.allocated == 2 * PARAMETER * len(layers)
-    assert stage.rank.host_bytes == 0
+    assert stage.player.swapping.host_bytes == 0
     assert found.peak >= stage.rank.allocator.allocated

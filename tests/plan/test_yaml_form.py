@@ -33,7 +33,7 @@ def read_back(text: str) -> Policy:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("room", [60, 300, 700])
-def test_what_the_solver_recomputes_is_counted_and_read_back_the_same(stages: int, room: int) -> None:
+def test_what_the_solver_recomputes_is_read_back_the_same(stages: int, room: int) -> None:
     pipeline = even_pipeline(8, stages=stages, micro_batches=8)
     problems = stage_problems(TRACE, DEVICE, pipeline, roofline)
     solutions = [
@@ -42,7 +42,17 @@ def test_what_the_solver_recomputes_is_counted_and_read_back_the_same(stages: in
     policy = expand(problems, [solution for solution in solutions if solution is not None], 8)
     written = yaml_form(policy, TRACE.catalogue, pipeline)
     assert written.lost == ()
+    assert decisions(read_back(written.text)) == decisions(policy)
+
+
+def test_first_layers_of_each_stage_are_counted() -> None:
+    whole, some = LayerPolicy(default=Recompute()), LayerPolicy(rules=(Rule(Pattern("feed_forward.mul"), Recompute()),))
+    policy = Policy((whole, some, LayerPolicy(), LayerPolicy(), some, LayerPolicy(), LayerPolicy(), LayerPolicy()))
+    written = yaml_form(policy, TRACE.catalogue, even_pipeline(8, stages=2, micro_batches=4))
+    assert written.lost == ()
     assert "swap_config" not in written.text
+    assert "recompute:\n  - [1, 0]\n" in written.text
+    assert "mul:\n    - [2, 1]\n" in written.text
     assert decisions(read_back(written.text)) == decisions(policy)
 
 

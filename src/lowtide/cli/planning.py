@@ -150,6 +150,8 @@ def plan_inputs(inputs: Inputs) -> Planned:
 
     from lowtide.cli.traced import trace_of
     from lowtide.cost.devices import find_device
+    from lowtide.cost.imagined import device_kernels
+    from lowtide.cost.kernels import family_of
     from lowtide.errors import LowtideError
     from lowtide.plan.make import make_plan
     from lowtide.units import parse_bytes
@@ -161,7 +163,8 @@ def plan_inputs(inputs: Inputs) -> Planned:
         host_memory = parse_bytes(inputs.host_memory) if inputs.host_memory is not None else None
         device = find_device(inputs.device)
         with console.status(f"reading {inputs.source}") as status:  # shown on a terminal only
-            traced = trace_of(inputs.source, inputs.layout, status.update)
+            with device_kernels(family_of(device.name)):
+                traced = trace_of(inputs.source, inputs.layout, status.update)
             plan = make_plan(
                 traced.trace,
                 budget,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-from lowtide.plan.problem import LayerCost, StageProblem
+from lowtide.plan.problem import LayerCost, StageProblem, Storage
 from lowtide.plan.solve import GroupCounts, StageSolution
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 
@@ -60,28 +60,24 @@ def expand(
     root: LayerPolicy | None = None,
 ) -> Policy:
     """The Policy that the counts stand for, over ``layers`` layers; those of stages that are not given keep all."""
-    choices: dict[int, Choice] = {}
-    distances: dict[tuple[object, ...], dict[str, int]] = {}
+    keep = LayerPolicy()
+    made = dict.fromkeys(range(layers), keep)
+    shared = {keep: keep}  # equal layers share one object, so they resolve once
     for problem, solution in zip(problems, solutions, strict=True):
-        mine = choices_of(solution.groups)
-        choices |= mine
+        choices = choices_of(solution.groups)
+        distances: dict[tuple[object, ...], dict[str, int]] = {}
         for chunk in sorted({counts.group.chunk for counts in solution.groups}):
-            chunks = sorted(
+            places = sorted(
                 layer for counts in solution.groups if counts.group.chunk == chunk for layer in counts.group.layers
             )
-            for place, found in prefetch_distances([mine[layer] for layer in chunks], problem).items():
-                known = distances.setdefault(mine[chunks[place]].key, {})
+            for place, found in prefetch_distances([choices[layer] for layer in places], problem).items():
+                known = distances.setdefault(choices[places[place]].key, {})
                 for name, distance in found.items():
                     known[name] = max(distance, known.get(name, 0))
-    made: dict[tuple[object, ...], LayerPolicy] = {}
-    shared: dict[LayerPolicy, LayerPolicy] = {}  # equal layers share one object, so they resolve once
-    for choice in choices.values():
-        if choice.key not in made:
+        for layer, choice in choices.items():
             policy = layer_policy(choice, distances.get(choice.key, {}))
-            made[choice.key] = shared.setdefault(policy, policy)
-    keep = LayerPolicy()
-    decided = tuple(made[choices[layer].key] if layer in choices else keep for layer in range(layers))
-    return Policy(layers=decided, root=root or LayerPolicy(), origin="solver")
+            made[layer] = shared.setdefault(policy, policy)
+    return Policy(layers=tuple(made.values()), root=root or LayerPolicy(), origin="solver")
 
 
 def choices_of(groups: Iterable[GroupCounts]) -> dict[int, Choice]:
@@ -162,14 +158,15 @@ def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[
     copies = sorted(_copies(layers))
     distances: dict[int, dict[str, int]] = {}
     free = 0.0
-    for first, _, layer, name, size, count in copies:
-        free = max(free, ends[first]) + size / problem.link_out + count * problem.copy_latency
+    for first, _, layer, name, size in copies:
+        free = max(free, ends[first]) + size / problem.link_out + problem.copy_latency
         let_go = bisect_left(ends, free)
-        distances.setdefault(layer, {})[name] = min(furthest, let_go - first + 1)
+        found = distances.setdefault(layer, {})
+        found[name] = max(found.get(name, 1), min(furthest, let_go - first + 1))
     free = float("inf")
     # The copy that is needed last is placed first: as late as it may be, the others before it.
-    for _, last, layer, name, size, count in sorted(copies, key=lambda copy: copy[1]):
-        free = min(free, begins[last]) - size / problem.link_in - count * problem.copy_latency
+    for _, last, layer, name, size in sorted(copies, key=lambda copy: copy[1]):
+        free = min(free, begins[last]) - size / problem.link_in - problem.copy_latency
         start = last
         while start + 1 < len(begins) and begins[start] > free:
             start += 1
@@ -177,16 +174,16 @@ def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[
     return distances
 
 
-def _copies(layers: Sequence[Choice]) -> Iterable[tuple[int, int, int, str, int, int]]:
-    """For each swap: the first and the last operator that save it, the layer, the name, bytes and storages."""
+def _copies(layers: Sequence[Choice]) -> Iterable[tuple[int, int, int, str, int]]:
+    """For each storage that is swapped: the first and the last operator that save it, the layer, the name, bytes."""
     offset = 0
     for number, choice in enumerate(layers):
         cost = choice.cost
-        for place, one in enumerate(cost.operators):
-            if choice.operators.get(one.name) == "swap":
-                first, last = one.saved_at
-                yield offset + max(first, place), offset + last, number, one.name, one.held, one.copies
+        swapped = {one.name: one.storages for one in cost.operators if choice.operators.get(one.name) == "swap"}
         if choice.operators.get(BOUNDARY) == "swap":
-            first, last = (0, len(cost.operators) - 1) if choice.whole else cost.boundary_saved_at
-            yield offset + first, offset + last, number, BOUNDARY, cost.given if choice.whole else cost.boundary, 1
+            whole = (Storage(cost.given, 0, len(cost.operators) - 1),)
+            swapped[BOUNDARY] = whole if choice.whole else cost.boundary_storages
+        for name, storages in swapped.items():
+            for storage in storages:
+                yield offset + storage.first, offset + storage.last, number, name, storage.size
         offset += len(cost.operators)

@@ -47,8 +47,8 @@ SIMPLE_STAGES = 4
 """A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
 one stage only, since each of these takes a simulation."""
 CLOSE_OF_MANY = 0.03
-STALL_OF_MANY = 0.1
-ROUNDS_OF_MANY = 3
+STALL_OF_MANY = 0.01
+ROUNDS_OF_MANY = 2
 
 
 def make_plan(

@@ -30,26 +30,44 @@ from lowtide.plan.schedule import Action, actions, position
 from lowtide.policy import Decision, Keep, Recompute, Resolution, Swap
 from lowtide.trace.trace import Event, Kernel, Part, Trace
 
-__all__ = ["Case", "Group", "Input", "LayerCost", "OperatorCost", "StageProblem", "layer_cost", "stage_problems"]
+__all__ = [
+    "Case",
+    "Group",
+    "Input",
+    "LayerCost",
+    "OperatorCost",
+    "StageProblem",
+    "Storage",
+    "layer_cost",
+    "stage_problems",
+]
 
 Seconds: TypeAlias = Callable[[Kernel], float]
+
+
+class Storage(NamedTuple):
+    """A storage that backward asks for."""
+
+    size: int
+    first: int
+    """The place of the first operator that saves it: when it can leave."""
+    last: int
+    """The place of the last one that does, which is the first to want it back."""
 
 
 class OperatorCost(NamedTuple):
     """What the decisions for one operator cost."""
 
     name: str
+    storages: tuple[Storage, ...]
+    """What it holds where it is kept, and what passes the links where it is swapped."""
     held: int
-    """The bytes that it holds where it is kept, and that pass the links where it is swapped."""
-    copies: int
-    """How many storages that is."""
+    """Their bytes."""
     seconds: float
     """The time to repeat it."""
     repeatable: bool
     backward: float = 0.0
     """The time of its backward."""
-    saved_at: tuple[int, int] = (0, 0)
-    """The places of the first and the last operator that save something of it."""
 
 
 class Input(NamedTuple):
@@ -88,8 +106,8 @@ class LayerCost:
     """The bytes of its parameters' gradients."""
     output: int
     """The bytes of its output."""
-    boundary_saved_at: tuple[int, int] = (0, 0)
-    """The places of the first and the last operator that save the layer's input."""
+    boundary_storages: tuple[Storage, ...] = ()
+    """The layer's input, or its casts, as backward asks for it."""
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -166,29 +184,23 @@ class StageProblem:
 def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
     """What each decision costs in a part."""
     places = {one.name: place for place, one in enumerate(part.operators)}
-    saved: dict[int, str | None] = {}
-    saved_at: dict[str, tuple[int, int]] = {}
+    saved: dict[int, Storage] = {}
+    owned: dict[str, list[int]] = {name: [] for name in places}
+    given: list[int] = []
     fixed = 0
-    boundary = 0
     for pack in part.packs:
-        who = pack.owner if pack.source == "operator" else pack.source
-        saved_at[who] = (min(pack.position, saved_at.get(who, (pack.position, 0))[0]), pack.position)
-        if pack.value < 0 or pack.value in saved or pack.source in ("root", "static"):
+        if pack.value < 0 or pack.source in ("root", "static"):
             continue
-        size = part.values[pack.value].size
-        saved[pack.value] = None
+        if pack.value in saved:
+            saved[pack.value] = saved[pack.value]._replace(last=pack.position)
+            continue
+        saved[pack.value] = Storage(part.values[pack.value].size, pack.position, pack.position)
         if pack.source == "boundary":
-            boundary += size
+            given.append(pack.value)
         elif pack.movable and pack.owner in places:
-            saved[pack.value] = pack.owner
+            owned[pack.owner].append(pack.value)
         else:
-            fixed += size
-    held = dict.fromkeys(places, 0)
-    copies = dict.fromkeys(places, 0)
-    for value, owner in saved.items():
-        if owner is not None:
-            held[owner] += part.values[value].size
-            copies[owner] += 1
+            fixed += part.values[pack.value].size
     time = _time_by_operator(part, part.forward, seconds)
     backward = _time_by_operator(part, part.backward, seconds)
     readers: dict[int, set[int]] = {}
@@ -208,17 +220,16 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
         operators=tuple(
             OperatorCost(
                 one.name,
-                held[one.name],
-                copies[one.name],
+                tuple(saved[value] for value in owned[one.name]),
+                sum(saved[value].size for value in owned[one.name]),
                 time.get(one.name, 0.0),
                 one.repeatable,
                 backward.get(one.name, 0.0),
-                saved_at.get(one.name, (0, 0)),
             )
             for one in part.operators
         ),
         inputs=tuple(inputs),
-        boundary=boundary,
+        boundary=sum(saved[value].size for value in given),
         given=part.values[part.input].size if part.input is not None else 0,
         fixed=fixed,
         passing=_passing(part),
@@ -228,7 +239,7 @@ def layer_cost(part: Part, seconds: Seconds) -> LayerCost:
         backward=sum(backward.values()),
         gradients=gradients or sum(part.static.gradients),
         output=part.values[part.output].size if part.output is not None else 0,
-        boundary_saved_at=saved_at.get("boundary", (0, 0)),
+        boundary_storages=tuple(saved[value] for value in given),
     )
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from lowtide.policy import Decision, Keep, Recompute, Swap
-from lowtide.trace.trace import Call, Event, Part
+from lowtide.trace.trace import Event, Part
 
 __all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "codes_of", "compile_part"]
 
@@ -53,10 +53,9 @@ class Action(NamedTuple):
 class CapturedCall(NamedTuple):
     """A call that is repeated in backward."""
 
-    held: tuple[int, ...]
-    """The storages that it was given and that are held."""
-    referred: tuple[tuple[int, int], ...]
-    """The captured calls that made others of its arguments, and which storages those are: they are rebuilt."""
+    arguments: tuple[tuple[int, int], ...]
+    """The storages that it was given, in order, each with the captured call that made it and that it is rebuilt from;
+    with -1 if it is held."""
     wanted: frozenset[int]
     """The storages that come out of the repetition."""
     body: tuple[Code, ...]
@@ -159,7 +158,7 @@ def compile_part(
         elif isinstance(decision, Recompute) and pack.value >= 0:
             if pack.owner in by_node:
                 maker = makers.get(pack.value, -1)
-                operands = tuple(one for one, saver in savers.items() if saver == maker)
+                operands = _operands(part, maker, savers)
                 action = Action("node", pack.value, maker, operands=operands) if maker >= 0 else plain
             else:
                 action = _rebuilt(part, number, makers, savers, captured) or plain
@@ -169,8 +168,13 @@ def compile_part(
     idle = all(isinstance(decision, Keep) for decision in decided)
     wanted = _wanted(part, actions, captured, makers)
     calls = {
-        number: CapturedCall(*_arguments(part.calls[number], captured, makers), wanted[number], bodies[number])
-        for number in captured
+        number: CapturedCall(
+            tuple((maker if (maker := makers.get(value, -1)) in captured else -1, value) for value in call.inputs),
+            wanted[number],
+            bodies[number],
+        )
+        for number, call in enumerate(part.calls)
+        if number in captured
     }
     return Program(
         part=part,
@@ -269,15 +273,6 @@ def _captured(part: Part, recomputed: frozenset[str], makers: Mapping[int, int])
     return frozenset(found)
 
 
-def _arguments(
-    call: Call, captured: frozenset[int], makers: Mapping[int, int]
-) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """What a captured call holds, and which captured calls made the rest of what it was given."""
-    held = tuple(value for value in call.inputs if makers.get(value, -1) not in captured)
-    referred = tuple((makers[value], value) for value in call.inputs if makers.get(value, -1) in captured)
-    return held, referred
-
-
 def _rebuilt(
     part: Part, number: int, makers: Mapping[int, int], savers: Mapping[int, int], captured: frozenset[int]
 ) -> Action | None:
@@ -295,6 +290,13 @@ def _rebuilt(
         if len(sources) == 1:
             return Action("cast", pack.value, makers[sources[0]], source=sources[0], kernel=kernel)
     return None
+
+
+def _operands(part: Part, call: int, savers: Mapping[int, int]) -> tuple[int, ...]:
+    """The packs of a call's node, in the order in which the call was given them."""
+    inputs = part.calls[call].inputs if call >= 0 else ()
+    packs = [number for number, saver in savers.items() if saver == call]
+    return tuple(sorted(packs, key=lambda one: [*inputs, part.packs[one].value].index(part.packs[one].value)))
 
 
 def _wanted(

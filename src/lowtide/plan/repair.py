@@ -64,7 +64,7 @@ def fit_stage(
     """The fastest counts whose simulated memory is within ``budget``.
 
     ``offset`` is a guess of how much more than the solver's bytes the simulator will find. It ends after ``rounds``, or
-    with a share of the budget below ``close`` unused.
+    twice as many if nothing fits by then, or with a share of the budget below ``close`` unused.
     """
     tries: list[Try] = []
     known: dict[tuple[object, ...], StageSimulation] = {}
@@ -72,7 +72,9 @@ def fit_stage(
     low: Try | None = None
     """The largest budget that did fit, and the smallest that did not."""
     high: Try | None = None
-    for _ in range(rounds):
+    for number in range(2 * rounds):
+        if number >= rounds and any(one.simulated.reserved <= budget for one in tries):
+            break
         solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share)
         least = solution is None
         if solution is None:

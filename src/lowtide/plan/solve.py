@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from lowtide.plan.linear_program import LinearProgram
 from lowtide.plan.problem import Case, Group, StageProblem
+from lowtide.plan.swapping import IN_FLIGHT_BYTES
 from lowtide.policy import Recompute, Swap
 
 __all__ = ["GroupCounts", "StageSolution", "relaxed_seconds", "solve_least", "solve_stage"]
@@ -312,32 +313,43 @@ class _Stage:
         return beside + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
 
     def _links(self, share: float) -> None:
-        """Copies out pass in forward, and in the backward of another micro batch; copies back in the backward of their
-        own chunk. For what takes longer the computation waits. And what is out is on the host."""
+        """Copies out pass in forward, and in the backward of another micro batch as far as they may be on their way for
+        so long; copies back in the backward of their own chunk. For what takes longer the computation waits. And what
+        is out is on the host."""
         problem, model = self.problem, self.model
-        out: dict[int, float] = {}
+        chunks_out: dict[int, dict[int, float]] = {}
         back: dict[int, dict[int, float]] = {}
         hosts: list[dict[int, float]] = [{} for _ in problem.cases]
         for group, unknowns in zip(problem.groups, self.unknowns, strict=True):
             moved = {unknowns.boundary_swapped: (group.cost.boundary, 1)}
             for place, variable in unknowns.swapped.items():
-                moved[variable] = (group.cost.operators[place].held, group.cost.operators[place].copies)
+                moved[variable] = (group.cost.operators[place].held, len(group.cost.operators[place].storages))
+            # More than may be on its way at one time would be brought back only when it is needed.
+            at_once = {variable: bytes_ / _MIB for variable, (bytes_, _) in moved.items()}
+            model.row(at_once, -float("inf"), len(group.layers) * IN_FLIGHT_BYTES / _MIB)
             returning = back.setdefault(group.chunk, {})
+            leaving = chunks_out.setdefault(group.chunk, {})
             for variable, (bytes_, copies) in moved.items():
                 returning[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
             moved[unknowns.whole_swapped] = (group.cost.given, 1)
             for variable, (bytes_, copies) in moved.items():
-                out[variable] = (bytes_ / problem.link_out + copies * problem.copy_latency) / _MILLI
+                leaving[variable] = (bytes_ / problem.link_out + copies * problem.copy_latency) / _MILLI
                 for host, case in zip(hosts, problem.cases, strict=True):
                     host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB
-        windows = {chunk: self._hides(chunk) for chunk in back}
+        out = {variable: seconds for leaving in chunks_out.values() for variable, seconds in leaving.items()}
         rows = [(out, problem.seconds if problem.overlap else problem.forward)]
-        rows += [(back[chunk], window) for chunk, window in windows.items()]
+        rows += [(returning, self._hides(chunk)) for chunk, returning in back.items()]
+        if problem.overlap:
+            late = IN_FLIGHT_BYTES / problem.link_out
+            rows += [(leaving, self._forward(chunk) + late) for chunk, leaving in chunks_out.items()]
         for link, window in rows:
             self.waits.append(model.variable(0, float("inf")))
             model.row({**link, self.waits[-1]: -1.0}, -float("inf"), share * window / _MILLI)
         for host in hosts:
             model.row(host, -float("inf"), problem.host / _MIB)
+
+    def _forward(self, chunk: int) -> float:
+        return sum(len(group.layers) * group.cost.forward for group in self.problem.groups if group.chunk == chunk)
 
     def _hides(self, chunk: int) -> float:
         """The time that a chunk's copies back can pass in: its backward, but for the last layer's, which is first."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
+from lowtide.plan.instance import Instance
 from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.program import Program, codes_of, compile_part
-from lowtide.plan.replay import Instance, Rank, Storage
+from lowtide.plan.rank import Rank, Storage
+from lowtide.plan.replay import Player
 from lowtide.plan.schedule import Action, position
 from lowtide.plan.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
@@ -37,14 +39,15 @@ class Stage:
     ) -> None:
         self.trace, self.number = trace, number
         self.chunks = [_chunk(trace, layers, pipeline, number, chunk) for chunk in range(pipeline.chunks)]
-        self.rank = Rank(device, details=details)
-        self.rank.stop_at = stop_at
+        self.player = Player(device, details=details, stop_at=stop_at)
+        self.rank = self.player.rank
         steps = [step for chunk in self.chunks for step in chunk]
         self.static = [step.program.part.static for step in steps]
         for what in ("parameters", "buffers", "optimizer"):
             for step in steps:
                 _allocate(self.rank, getattr(step.program.part.static, what), what, step.layer)
-        if all(step.program.part is not trace.before for step in steps):  # every stage has the tables of positions
+        if all(position(pipeline, number, chunk) for chunk in range(pipeline.chunks)):
+            # Every stage has the tables of positions, not only the one that has the embedding.
             _allocate(self.rank, trace.before.static.buffers, "buffers", None)
         around = [step for step in steps if step.layer is None]
         for step in steps:
@@ -73,13 +76,12 @@ class Stage:
         """Replay an action. Of a backward in two halves all is replayed with the second."""
         before, key = self.now, (action.chunk, action.micro_batch)
         if action.kind == "forward":
-            self.running[key] = _forward(
-                self.rank, self.chunks[action.chunk], self.ends[action.chunk], action.micro_batch
-            )
+            chunk, ends = self.chunks[action.chunk], self.ends[action.chunk]
+            self.running[key] = _forward(self.player, chunk, ends, action.micro_batch)
             self.most = max(self.most, len(self.running))
             self.seconds[action] = self.now - before
         elif action.kind in ("backward", "weight"):
-            _backward(self.rank, self.running.pop(key), self.ends[action.chunk])
+            _backward(self.player, self.running.pop(key), self.ends[action.chunk])
             self.seconds[action._replace(kind="backward")] = self.now - before
 
     def finish(self, *, optimizer: bool) -> StageSimulation:
@@ -88,9 +90,9 @@ class Stage:
             end.close()
         before = self.now
         if optimizer:
-            _optimize(self.rank, self.trace, self.static)
+            _optimize(self.player, self.trace, self.static)
         self.optimizer_seconds = self.now - before
-        rank = self.rank
+        rank, swapping = self.rank, self.player.swapping
         return StageSimulation(
             stage=self.number,
             peak=rank.allocator.peak,
@@ -101,8 +103,8 @@ class Stage:
             busy=rank.lanes.busy,
             stall=rank.lanes.stall,
             recompute=rank.recompute,
-            moved=rank.moved,
-            host_peak=rank.host_peak,
+            moved=swapping.moved,
+            host_peak=swapping.host_peak,
             in_flight=self.most,
             peak_at=rank.peak_at,
             memory=tuple(rank.moments or ()),
@@ -252,7 +254,7 @@ class _Running:
     output: Storage | None
 
 
-def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) -> _Running:
+def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) -> _Running:
     instances: list[Instance] = []
     until: Mapping[str, list[Storage]] = {"forward": [], "backward": []}
     storage = ends.input(micro_batch)
@@ -273,7 +275,7 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
                 if left is not None:
                     instance.slots[number] = left
             across = []
-        storage = rank.forward(instance, storage, handed)
+        storage = player.forward(instance, storage, handed)
         handed = instance.handed
         instances.append(instance)
         part = step.program.part
@@ -281,38 +283,38 @@ def _forward(rank: Rank, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) 
             across = [instance.slots.pop(number, None) for number in part.across]
         for number, left in instance.slots.items():
             if number == part.input:  # it was lent: whoever made it says how long it lives
-                rank.drop(left)
+                player.rank.drop(left)
             else:
                 until[part.values[number].until or "backward"].append(left)
         instance.slots = {}
     for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
-        rank.drop(one)
+        player.rank.drop(one)
     output = instances[-1].kept if storage is None else storage
     ends.gave(output)
     return _Running(micro_batch, instances, until["backward"], output)
 
 
-def _backward(rank: Rank, running: _Running, ends: _Ends) -> None:
+def _backward(player: Player, running: _Running, ends: _Ends) -> None:
     gradient = ends.gradient(running.micro_batch)
     handed: list[Storage | None] = []
     for instance in reversed(running.instances):
-        gradient = rank.backward(instance, gradient, handed)
+        gradient = player.backward(instance, gradient, handed)
         handed = instance.handed
     for storage in handed:
         if storage is not None:
-            rank.drop(storage)
+            player.rank.drop(storage)
     if ends.first:
         if gradient is not None:
-            rank.drop(gradient)
+            player.rank.drop(gradient)
     else:
         ends.send_back(gradient)
     for storage in [*running.until_backward, *(one for instance in running.instances for one in instance.left)]:
-        rank.drop(storage)
+        player.rank.drop(storage)
     if running.output is not None:
-        rank.drop(running.output)
+        player.rank.drop(running.output)
 
 
-def _optimize(rank: Rank, trace: Trace, static: Sequence[Static]) -> None:
+def _optimize(player: Player, trace: Trace, static: Sequence[Static]) -> None:
     """The optimizer's step; of a stage that has a part of the parameters, that share of it."""
     everything = [trace.before.static, trace.after.static, *(trace.parts[place].static for place in trace.layers)]
     total = sum(sum(one.parameters) for one in everything)
@@ -330,7 +332,7 @@ def _optimize(rank: Rank, trace: Trace, static: Sequence[Static]) -> None:
                 for kernel in part.kernels
             ),
         )
-    rank.optimize(part, codes_of(part))
+    player.optimize(part, codes_of(part))
 
 
 def boundary_bytes(part: Part, name: str) -> int:

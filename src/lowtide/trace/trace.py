@@ -37,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -262,6 +262,21 @@ class Trace:
     def digest(self) -> str:
         """A stable name of the content."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def without_seconds(self) -> Trace:
+        """The same as if nothing had been timed: a device's table then says how long a kernel takes."""
+
+        def plain(part: Part) -> Part:
+            return replace(part, kernels=tuple(kernel._replace(seconds=None) for kernel in part.kernels))
+
+        return replace(
+            self,
+            before=plain(self.before),
+            parts=tuple(map(plain, self.parts)),
+            after=plain(self.after),
+            optimizer=plain(self.optimizer),
+            measured=False,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The Trace as plain JSON values."""
