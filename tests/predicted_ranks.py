@@ -45,9 +45,7 @@ def predicted_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[list[i
     pipeline = even_pipeline(len(trace.layers), stages=rank.degrees.pipeline, micro_batches=count)
     given = (rank.samples * rank.sequence * 8 * count + 511) // 512 * 512
     device = find_device("h100")
-    return [
-        [stage.peak + given for stage in simulate(trace, policy, device, pipeline).stages] for policy in policies
-    ]
+    return [[stage.peak + given for stage in simulate(trace, policy, device, pipeline).stages] for policy in policies]
 
 
 def measured_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[int]:
