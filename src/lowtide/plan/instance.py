@@ -41,8 +41,8 @@ class Instance:
 
     __slots__ = (
         "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
-        "layer", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated", "slots",
-        "starts", "used",
+        "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated",
+        "slots", "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +69,8 @@ class Instance:
         """What the program holds."""
         self.handed: list[Storage | None] = []
         """What it hands to the next beside its output or its gradient."""
+        self.left: list[Storage] = []
+        """What its backward made and leaves until the whole backward has ended."""
         self.held: dict[int, Storage] = {}
         """What packs keep."""
         self.packs: dict[int, Swapped] = {}

@@ -197,12 +197,17 @@ def codes_of(part: Part) -> tuple[Code, ...]:
 
 
 def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
-    """A layer that torch's checkpoint repeats: it stops where the last tensor has been saved."""
+    """A layer that torch's checkpoint repeats: it stops where the last tensor has been saved.
+
+    What comes before its first operator is not the layer's own: FSDP gathers parameters there. When the layer is
+    repeated its backward has gathered them already.
+    """
     actions = tuple(
         Action("keep" if pack.value >= 0 else "nothing", pack.value, position=pack.position) for pack in part.packs
     )
     saves = [place for place, (what, _) in enumerate(part.forward) if what == "save"]
-    again = part.forward[: saves[-1] + 1] if saves else ()
+    first = next((place for place, (what, _) in enumerate(part.forward) if what == "call"), 0)
+    again = part.forward[first : saves[-1] + 1] if saves else ()
     forward = tuple(event for event in part.forward if event[0] not in ("save", "done"))
     return Program(
         part=part,

@@ -180,8 +180,11 @@ class Player:
                 self._add(instance, number, slots)
         instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
-        for storage in slots.values():
-            self.rank.drop(storage)
+        for number, storage in slots.items():
+            if values[number].until:  # a later part frees it: whole gradients and parameters that ranks share
+                instance.left.append(storage)
+            else:
+                self.rank.drop(storage)
         return result
 
     def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
+from lowtide.plan.casts import cast_weights, without_casts
 from lowtide.plan.instance import Instance
 from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.program import Program, codes_of, compile_part
@@ -15,7 +16,7 @@ from lowtide.plan.replay import Player
 from lowtide.plan.schedule import Action, position
 from lowtide.plan.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
-from lowtide.trace.trace import Part, Static, Trace
+from lowtide.trace.trace import Part, Static, Trace, Value
 
 __all__ = ["Decided", "Stage", "boundary_bytes"]
 
@@ -49,9 +50,12 @@ class Stage:
         if all(position(pipeline, number, chunk) for chunk in range(pipeline.chunks)):
             # Every stage has the tables of positions, not only the one that has the embedding.
             _allocate(self.rank, trace.before.static.buffers, "buffers", None)
+        around = [step for step in steps if step.layer is None]
         for step in steps:
-            if not any(value.gradient for value in step.program.part.values):
+            # Where ranks share parameters, those around the layers have their gradients in one storage.
+            if not any(value.gradient for one in (around if step in around else [step]) for value in one.values):
                 _allocate(self.rank, step.program.part.static.gradients, "gradients", step.layer)
+        self.casts = _cast(self.rank, steps) if _is_split(pipeline) else []
         self.ends = [_Ends(self.rank, chunk, pipeline, number, place) for place, chunk in enumerate(self.chunks)]
         self.running: dict[tuple[int, int], _Running] = {}
         self.most = 0
@@ -86,6 +90,8 @@ class Stage:
         """The actions are over."""
         for end in self.ends:
             end.close()
+        for storage in self.casts:
+            self.rank.drop(storage)
         before = self.now
         if optimizer:
             _optimize(self.player, self.trace, self.static)
@@ -129,28 +135,38 @@ class _Step:
     passes: bool = False
     last: bool = False
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The values of its part."""
+        return self.program.part.values
+
 
 def _chunk(trace: Trace, layers: Sequence[Decided], pipeline: Pipeline, stage: int, chunk: int) -> tuple[_Step, ...]:
     """What a chunk runs: its layers, what comes before them in the first one and after them in the last."""
     own = pipeline.placement[stage][chunk]
     swaps = any(isinstance(one, Swap) for layer in own for one in (layers[layer][1], *layers[layer][0].values()))
     steps: list[_Step] = []
+    split = _is_split(pipeline)
     place = position(pipeline, stage, chunk)
     if place == 0:
-        steps.append(_Step(_compile(trace.before, {}, Keep(), False, frozenset(), False), None))
+        steps.append(_Step(_compile(trace.before, {}, Keep(), False, frozenset(), False, split), None))
     due: frozenset[int] = frozenset()
     offset = 0
     for layer in own:
         part = trace.parts[trace.layers[layer]]
         decisions, boundary, whole = layers[layer]
-        program = _compile(part, decisions, boundary, whole, due, swaps)
+        program = _compile(part, decisions, boundary, whole, due, swaps, split)
         passes = bool(due) and (program.idle or (whole and not isinstance(boundary, Swap)))
         steps.append(_Step(program, layer, offset, passes, layer == own[-1]))
         offset += program.operators
         due = frozenset(number - program.operators for number in due | program.due if number > program.operators)
     if place == pipeline.stages * pipeline.chunks - 1:
-        steps.append(_Step(_compile(trace.after, {}, Keep(), False, frozenset(), False), None))
+        steps.append(_Step(_compile(trace.after, {}, Keep(), False, frozenset(), False, split), None))
     return tuple(steps)
+
+
+def _is_split(pipeline: Pipeline) -> bool:
+    return pipeline.stages * pipeline.chunks > 1
 
 
 _compiled: dict[Any, Program] = {}
@@ -163,12 +179,14 @@ def _compile(
     whole: bool,
     due: frozenset[int],
     noticed: bool,
+    split: bool,
 ) -> Program:
-    key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed)
+    key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split)
     found = _compiled.get(key)
     if found is None:
         if len(_compiled) > 4096:
             _compiled.clear()
+        part = without_casts(part) if split else part
         found = compile_part(part, decisions, boundary, whole=whole, due_before=due, noticed=noticed)
         _compiled[key] = found
     return found
@@ -181,6 +199,17 @@ def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) ->
             storage.what, storage.layer, storage.operator = what, layer, ""
 
 
+def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
+    """The weights that autocast casts once for all micro batches."""
+    found = []
+    for step in steps:
+        for number in sorted(cast_weights(step.program.part)):
+            storage = rank.make(step.values[number].size)
+            storage.what, storage.layer, storage.operator = "parameters", step.layer, step.values[number].owner
+            found.append(storage)
+    return found
+
+
 class _Ends:
     """A chunk's ends: what it receives and sends, and who holds that."""
 
@@ -188,7 +217,7 @@ class _Ends:
         self.rank = rank
         place = position(pipeline, stage, number)
         self.first, self.last = place == 0, place == pipeline.stages * pipeline.chunks - 1
-        self.split = pipeline.stages * pipeline.chunks > 1
+        self.split = _is_split(pipeline)
         self.sent: Storage | None = None
         self.latest: Storage | None = None
         given = 0 if self.first else boundary_bytes(chunk[0].program.part, "input")
@@ -301,7 +330,7 @@ def _backward(player: Player, running: _Running, ends: _Ends) -> None:
             player.rank.drop(gradient)
     else:
         ends.send_back(gradient)
-    for storage in running.until_backward:
+    for storage in [*running.until_backward, *(one for instance in running.instances for one in instance.left)]:
         player.rank.drop(storage)
     if running.output is not None:
         player.rank.drop(running.output)
