@@ -3,8 +3,9 @@
     python benchmarks/plan_quality.py --json
 
 Two models, a Llama and one with routed experts, at 10 budgets between the least that any Policy needs and what keeping
-everything takes, and at that least itself. The planner sees the model only through its Trace and a calibrated device. Each plan, and each other
-way that fits the budget, is then run on ``tide``, and the clock and the allocator there decide:
+everything takes, and at that least itself. The planner sees the model only through its Trace and a calibrated device.
+Each plan, and each other way that fits the budget, is then run on ``tide``, and the clock and the allocator there
+decide:
 
 - ``beaten_by_baseline``: budgets at which another way that fits was faster than the plan by more than 0.01 %.
   The others: full recompute, the default of the MindSpore Transformers guide (silu and the product after it), every
