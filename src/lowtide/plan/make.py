@@ -45,7 +45,8 @@ POLISHED_NAME = "decided operator by operator"
 EVALUATIONS = 6400
 """Simulations of a layer that polishing may take: a model of 32 layers is simulated 200 times, half of them from the
 best start."""
-LEAST_EVALUATIONS = 100
+FEWEST, MOST = 100, 400
+"""Simulations of the model, whatever its layers."""
 SIMPLE_STAGES = 4
 """A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
 one stage only, since each of these takes a simulation."""
@@ -260,7 +261,7 @@ class _Search:
             starts += [self._policy([found.best])] if found.best is not None else []
         cheapest = polisher.cheapest_first()
         starts += [cheapest] if cheapest is not None else []
-        evaluations = max(LEAST_EVALUATIONS, EVALUATIONS // self.layers)
+        evaluations = min(max(FEWEST, EVALUATIONS // self.layers), MOST)
         tried = [polisher.polish(start, evaluations // (2 * len(starts))) for start in starts]
         promising = sorted(tried, key=lambda one: (one[1].reserved > self.budget, one[1].seconds))[:1]
         tried += [polisher.polish(start, evaluations // 2) for start, _ in promising]
