@@ -34,7 +34,7 @@ def plan(
     """The fastest Policy of ``model`` whose memory fits ``budget`` on ``device``.
 
     ``model`` is a Trace, or a ``torch.nn.Module`` with ``run``, which does one forward and returns the loss; the model
-    is then run three times: with fake parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file
+    is then run four times: with fake parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file
     of a calibrated one, or a Device. Nothing is applied:
 
     ``plan = lowtide.plan(model, lambda: model(tokens, labels=tokens).loss, budget="60GiB", device="h100")``;
@@ -50,7 +50,7 @@ def plan(
     else:
         # By name: the solver itself never needs torch, and whoever has a model has it already.
         # Its seconds are the device's that it ran on; those of the one that is planned for come from its table.
-        trace = import_module("lowtide.trace.capture").capture(model, run).without_seconds()
+        trace = import_module("lowtide.trace.capture").capture(model, run, rounds=0).without_seconds()
     return make_plan(
         trace, budget, device, pipeline, swap=swap, recompute=recompute, host_memory=host_memory, fixed=fixed
     )
