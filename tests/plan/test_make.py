@@ -19,7 +19,9 @@ KEPT = simulate(TRACE, Policy((LayerPolicy(),) * 8), DEVICE)
 FULL = simulate(TRACE, Policy((LayerPolicy(default=Recompute()),) * 8), DEVICE)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.05, marks=pytest.mark.slow), 0.3, pytest.param(0.6, marks=pytest.mark.slow), 0.9]
+)
 def test_a_plan_fits_and_nothing_simple_that_fits_is_faster(share: float) -> None:
     budget = round(FULL.reserved + share * (KEPT.reserved - FULL.reserved))
     plan = make_plan(TRACE, budget, DEVICE)
@@ -40,6 +42,7 @@ def test_with_memory_for_everything_everything_is_kept() -> None:
     assert plan.gap == 0
 
 
+@pytest.mark.slow
 def test_half_of_the_memory_wins_back_most_of_the_time() -> None:
     budget = (FULL.reserved + KEPT.reserved) // 2
     alone = make_plan(TRACE, budget, DEVICE, swap=False)
@@ -68,6 +71,7 @@ def test_recompute_or_swap_can_be_left_out() -> None:
     assert all(isinstance(decision, Swap) for decision in decisions)
 
 
+@pytest.mark.slow
 def test_what_is_fixed_is_respected() -> None:
     rule = Rule(Pattern("feed_forward.silu"), Recompute())
     fixed = Policy((LayerPolicy(rules=(rule,)),) * 8)
@@ -96,6 +100,7 @@ def test_every_stage_of_a_pipeline_fits_and_earlier_ones_recompute_more() -> Non
     assert recompute[0] > 0
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer() -> None:
     budget = (FULL.reserved + KEPT.reserved) // 2
     one, other = make_plan(TRACE, budget, DEVICE), make_plan(TRACE, budget, DEVICE)

@@ -23,7 +23,7 @@ from lowtide.plan.schedule import Action, replay
 from lowtide.plan.simple import simple_policies
 from lowtide.plan.simulate import simulate
 from lowtide.plan.simulation import Simulation, StageSimulation
-from lowtide.plan.solve import StageSolution, relaxed_seconds
+from lowtide.plan.solve import StageSolution, relaxed_seconds, solve_stage
 from lowtide.plan.yaml_form import YamlForm, yaml_form
 from lowtide.policy import Policy, resolve
 from lowtide.trace.trace import Kernel, Trace
@@ -37,12 +37,16 @@ longer to simulate, get the first."""
 HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
-POLISHED = 3
+POLISHED = 2
 """The ways that are polished, and one more that recomputes what is cheapest for each byte."""
+TIGHTER = (0.94, 0.86)
+"""Shares of the budget that plans are sought for too."""
 POLISHED_NAME = "decided operator by operator"
-EVALUATIONS = 4000
-"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 125 times."""
-LEAST_EVALUATIONS = 16
+EVALUATIONS = 6400
+"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 200 times, half of them from the
+best start."""
+FEWEST, MOST = 100, 400
+"""Simulations of the model, whatever its layers."""
 SIMPLE_STAGES = 4
 """A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
 one stage only, since each of these takes a simulation."""
@@ -96,7 +100,8 @@ def make_plan(
     options += found.options
     if pipeline.stages == 1 and fixed is None and recompute:
         progress("polishing")
-        options += search.polished(options, [layer_cost(part, seconds) for part in trace.parts])
+        costs = [layer_cost(part, seconds) for part in trace.parts]
+        options += search.polished(options, costs, options[0].simulation, swap=swap)
     progress("simulating the plan")
     return search.plan(found, options, solve_seconds)
 
@@ -191,15 +196,21 @@ class _Search:
             options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
         least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted, strict=True)]
         seconds = [
-            # A budget that the model takes to be too small for anything says no more than the least that it allows.
-            relaxed_seconds(problem, max(one.ceiling, one.least.solution.memory), swap=swap, recompute=recompute)
-            or problem.seconds
+            self._least_seconds(problem, one, swap=swap, recompute=recompute)
             for problem, one in zip(self.problems, best, strict=True)
         ]
         reserved = max(map(_reserved, least))
         return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least), [reserved])
 
-    def _fit(self, problem: StageProblem, kept: Simulation, swap: bool, recompute: bool, share: float) -> Fitted:
+    def _fit(
+        self,
+        problem: StageProblem,
+        kept: Simulation,
+        swap: bool,
+        recompute: bool,
+        share: float,
+        budget: int | None = None,
+    ) -> Fitted:
         """The fastest for one stage. Of many stages, one starts from what was found for the stage before."""
         offset = self._offset(problem, kept)
         if self.many:
@@ -208,7 +219,7 @@ class _Search:
         fit = partial(
             fit_stage,
             problem,
-            self.budget,
+            budget or self.budget,
             partial(self._stage, problem),
             offset=offset,
             recompute=recompute,
@@ -223,7 +234,18 @@ class _Search:
         self.offset = one.simulated.reserved - one.solution.memory
         return found
 
-    def polished(self, options: Sequence[Option], costs: Sequence[LayerCost]) -> list[Option]:
+    def _least_seconds(self, problem: StageProblem, found: Fitted, *, swap: bool, recompute: bool) -> float:
+        """No counts within what the simulator found too large take less time, by the model."""
+        # A budget that the model takes to be too small for anything says no more than the least that it allows.
+        most = max(found.ceiling, found.least.solution.memory)
+        if self.many:
+            return relaxed_seconds(problem, most, swap=swap, recompute=recompute) or problem.seconds
+        solution = solve_stage(problem, most, swap=swap, recompute=recompute)
+        return solution.bound if solution is not None else problem.seconds
+
+    def polished(
+        self, options: Sequence[Option], costs: Sequence[LayerCost], kept: Simulation, *, swap: bool
+    ) -> list[Option]:
         """The fastest ways that fit, made faster with the simulator: see :mod:`lowtide.plan.polish`."""
 
         def judge(policy: Policy) -> Judged:
@@ -233,11 +255,17 @@ class _Search:
         polisher = Polisher(self.trace, costs, judge, self.budget)
         fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
         starts = list({one.policy.digest: one.policy for one in fitting}.values())[:POLISHED]
+        for share in TIGHTER if swap else ():
+            # What fits a tighter budget fits this one, and may be the better place to start from.
+            found = self._fit(self.problems[0], kept, True, True, LINK_SHARES[0], int(share * self.budget))
+            starts += [self._policy([found.best])] if found.best is not None else []
         cheapest = polisher.cheapest_first()
         starts += [cheapest] if cheapest is not None else []
-        evaluations = max(LEAST_EVALUATIONS, EVALUATIONS // (self.layers * max(1, len(starts))))
-        found = [polisher.polish(start, evaluations) for start in starts]
-        fit = [(judged.seconds, policy) for policy, judged in found if judged.reserved <= self.budget]
+        evaluations = min(max(FEWEST, EVALUATIONS // self.layers), MOST)
+        tried = [polisher.polish(start, evaluations // (2 * len(starts))) for start in starts]
+        promising = sorted(tried, key=lambda one: (one[1].reserved > self.budget, one[1].seconds))[:1]
+        tried += [polisher.polish(start, evaluations // 2) for start, _ in promising]
+        fit = [(judged.seconds, policy) for policy, judged in tried if judged.reserved <= self.budget]
         if not fit:
             return []
         best = min(fit, key=lambda one: one[0])[1]

@@ -2,21 +2,25 @@
 
 The solver's model of memory is coarse where a budget is tight: what the allocator loses and what a rebuild needs in
 passing is as large as what is decided. The simulator knows, and a simulation takes a few milliseconds. So operators are
-given back: from those whose repetition takes longest for each byte, as many at a time as still fit. Then dear ones are
-exchanged for several cheap ones. Every step that is taken fits and is faster, so it ends, and always in the same place.
+given back: from those whose repetition takes longest for each byte, as many at a time as still fit. Swaps that are
+waited for come back sooner, or are recomputed. Dear operators are exchanged for several cheap ones. Every step that is
+taken fits and is faster, so it ends, and always in the same place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from lowtide.plan.problem import LayerCost
-from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, resolve
+from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, resolve
 from lowtide.trace.trace import Trace
 
 __all__ = ["Judged", "Polisher"]
 
+FACTORS = (1.5, 0.67, 2.5)
+"""What prefetches are multiplied with, to see whether that is better."""
 NEARLY = 1 - 1e-9
 """A step has to be faster by more than rounding."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
@@ -111,6 +115,8 @@ class Polisher:
         while self.left > 0 and self.judged.seconds < before * (1 - 1e-6):
             before = self.judged.seconds
             self._open_wholes()
+            self._tune_prefetch()
+            self._recompute_instead()
             self._give_back()
             self._exchange()
         return _policy(self.state), self.judged
@@ -147,6 +153,45 @@ class Polisher:
             if self._offer(self._changed({one[:2]: None for one in places[start : start + size]})):
                 start += size
                 size *= 2
+            elif size > 1:
+                size //= 2
+            else:
+                start += 1
+
+    def _tune_prefetch(self) -> None:
+        """Bring swaps back sooner or later, and let their memory go later or sooner: all of them, then by operator."""
+        names = [None, *dict.fromkeys(name for layer, _ in self.state for name, one in layer or () if _is_swap(one))]
+        for name in names:
+            for factor in FACTORS:
+                while self.left > 0 and self._offer(self._with_prefetch(name, factor)):
+                    pass
+
+    def _with_prefetch(self, name: str | None, factor: float) -> dict[int, _Layer]:
+        changed: dict[int, _Layer] = {}
+        for index, (layer, _) in enumerate(self.state):
+            found = tuple(
+                (one, replace(what, prefetch=max(1, round(what.prefetch * factor))))
+                if isinstance(what, Swap) and name in (None, one)
+                else (one, what)
+                for one, what in layer or ()
+            )
+            if layer is not None and found != layer:
+                changed[index] = found
+        return changed
+
+    def _recompute_instead(self) -> None:
+        """Where copies are waited for, recompute what is cheapest of the swapped instead, as many at a time as help."""
+        swapped = [
+            self.places[index, name]
+            for index, (layer, _) in enumerate(self.state)
+            for name, one in layer or ()
+            if _is_swap(one) and (index, name) in self.places
+        ]
+        places = sorted(swapped, key=lambda place: (place.dear, -place.layer))
+        start, size = 0, max(1, len(places) // 4)
+        while start < len(places) and self.left > 0:
+            if self._offer(self._changed({one[:2]: Recompute() for one in places[start : start + size]})):
+                start += size
             elif size > 1:
                 size //= 2
             else:
@@ -202,6 +247,10 @@ class Polisher:
             )
             for settings, layer in zip(policy.layers, resolved, strict=True)
         )
+
+
+def _is_swap(decision: Decision) -> bool:
+    return isinstance(decision, Swap)
 
 
 def _policy(state: _State) -> Policy:
