@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -205,9 +207,32 @@ def test_autocast_can_be_set_as_it_was() -> None:
         inside = autocast_state()
         assert autocast_contexts(inside) == []
     assert autocast_state() != inside
-    (context,) = autocast_contexts(inside)
-    with context:
+    with ExitStack() as stack:
+        for context in autocast_contexts(inside):
+            stack.enter_context(context)
         assert autocast_state() == inside
+
+
+def test_autocast_set_in_backward_leaves_the_cast_weights_of_the_forward() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+
+    def another_thread() -> None:
+        with ExitStack() as stack:
+            for context in autocast_contexts(inside):
+                stack.enter_context(context)
+            with torch.no_grad():
+                layer(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = autocast_state()
+        first = layer(x)
+        thread = Thread(target=another_thread)
+        thread.start()
+        thread.join()
+        second = layer(x)
+    bias = [output.grad_fn.next_functions[0][0] for output in (first, second)]
+    assert "ToCopy" in type(bias[0]).__name__
+    assert bias[0] is bias[1]
 
 
 def test_nested_values_can_be_mapped() -> None:

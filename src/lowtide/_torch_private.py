@@ -298,16 +298,33 @@ def autocast_state() -> AutocastState:
 
 
 def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]]:
-    """Contexts that set autocast as it was, where that is another way than now."""
+    """Contexts that set autocast as it was, where that is another way than now.
+
+    Weights that it has cast for others stay as they are, and none are added: a cast that is made without gradients must
+    not be found by a forward that wants them.
+    """
     now = autocast_state()
     if now == state:
         return []
     was, current = dict(state), dict(now)
     return [
-        torch.autocast(kind, dtype=was.get(kind), enabled=was.get(kind) is not None)
-        for kind in _device_kinds()
-        if was.get(kind) != current.get(kind)
+        _casts_left_alone(),
+        *(
+            torch.autocast(kind, dtype=was.get(kind), enabled=was.get(kind) is not None, cache_enabled=False)
+            for kind in _device_kinds()
+            if was.get(kind) != current.get(kind)
+        ),
     ]
+
+
+@contextmanager
+def _casts_left_alone() -> Iterator[None]:
+    """The outermost autocast of a thread throws all threads' cast weights away when it ends: be one further out."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 @cache

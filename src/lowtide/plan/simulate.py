@@ -59,35 +59,47 @@ def simulate(
     make = partial(Stage, trace, layers, device, pipeline)
     played = {stage: make(stage, details=details) for stage in wanted}
     short = shortened(pipeline)
-    more = pipeline.micro_batches / short.micro_batches
     transfer = _transfer_seconds(trace, device, pipeline)
-    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+    if stages is not None:
+        step = _alone(played, pipeline, short)
+    elif short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
         step = _together(played, pipeline, transfer)
-        ends, bubble = list(step.ends), step.bubble
     else:
-        for stage, actions_of_it in enumerate(actions(short)):
-            for action in actions_of_it if stage in played else ():
-                played[stage].act(action)
-        seconds = {stage: _Seconds(one) for stage, one in played.items()}
-        if stages is None:
-            step = replay(pipeline, lambda stage, action: seconds[stage].of(action), transfer)
-            ends, bubble = list(step.ends), step.bubble
-        else:
-            ends, bubble = [0.0] * pipeline.stages, 0.0
-            for stage, known in seconds.items():
-                ends[stage] = sum(map(known.of, actions(pipeline)[stage]))
+        seconds = _each_alone(played, short)
+        step = replay(pipeline, lambda stage, action: seconds[stage].of(action), transfer)
     results = []
     for stage, one in played.items():
         result = one.finish(optimizer=optimizer)
-        ends[stage] += one.optimizer_seconds
         if details:  # once more, to see what is there at the peak
             again = make(stage, details=True, stop_at=one.rank.peak_allocation)
-            for action in actions(short)[stage]:
-                again.act(action)
+            _act(again, short)
             again.finish(optimizer=optimizer)
             result = replace(result, shares=again.shares())
-        results.append(replace(_whole_step(result, one.optimizer_seconds, more), seconds=ends[stage]))
-    return Simulation(seconds=max(ends), stages=tuple(results), bubble=bubble, notes=_notes(policy, pipeline))
+        result = _whole_step(result, one.optimizer_seconds, pipeline.micro_batches / short.micro_batches)
+        results.append(replace(result, seconds=step.ends[stage] + one.optimizer_seconds))
+    slowest = max(result.seconds for result in results)
+    return Simulation(seconds=slowest, stages=tuple(results), bubble=step.bubble, notes=_notes(policy, pipeline))
+
+
+def _act(stage: Stage, pipeline: Pipeline) -> None:
+    for action in actions(pipeline)[stage.number]:
+        stage.act(action)
+
+
+def _each_alone(stages: Mapping[int, Stage], short: Pipeline) -> dict[int, _Seconds]:
+    """Replay each stage without waiting for the others; what its actions take."""
+    for stage in stages.values():
+        _act(stage, short)
+    return {number: _Seconds(stage) for number, stage in stages.items()}
+
+
+def _alone(stages: Mapping[int, Stage], pipeline: Pipeline, short: Pipeline) -> Replay:
+    """The times of some stages, as if they waited for nobody."""
+    seconds = _each_alone(stages, short)
+    ends = [
+        sum(map(seconds[stage].of, one)) if stage in seconds else 0.0 for stage, one in enumerate(actions(pipeline))
+    ]
+    return Replay(max(ends), tuple(ends), 0.0)
 
 
 def _together(stages: Mapping[int, Stage], pipeline: Pipeline, transfer: float) -> Replay:
