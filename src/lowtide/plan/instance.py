@@ -41,8 +41,8 @@ class Instance:
 
     __slots__ = (
         "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
-        "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt", "repeated",
-        "slots", "starts", "used",
+        "layer", "left", "lets_go", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt",
+        "repeated", "slots", "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,8 @@ class Instance:
         self.first = 0
         self.slots: dict[int, Storage] = {}
         """What the program holds."""
+        self.lets_go: list[Storage] = []
+        """What others made and it lets go of."""
         self.handed: list[Storage | None] = []
         """What it hands to the next beside its output or its gradient."""
         self.left: list[Storage] = []

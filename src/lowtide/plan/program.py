@@ -25,8 +25,18 @@ what its autograd node saved. ``output`` and ``inside``: of a call that is repea
 
 Code: TypeAlias = tuple[int, int]
 """An event: one of the numbers below, and the event's own number."""
-MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD = range(9)
-_CODES = {"make": MAKE, "free": FREE, "run": RUN, "save": SAVE, "call": CALL, "end": END, "use": USE, "done": DONE}
+MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD, LET = range(10)
+_CODES = {
+    "make": MAKE,
+    "free": FREE,
+    "run": RUN,
+    "save": SAVE,
+    "call": CALL,
+    "end": END,
+    "use": USE,
+    "done": DONE,
+    "let": LET,
+}
 
 
 class Action(NamedTuple):
@@ -184,11 +194,19 @@ def compile_part(
         actions=tuple(actions),
         captured=calls,
         nodes={action.call: bodies[action.call] for action in actions if action.how == "node"},
-        forward=_trimmed(part, part.forward, actions, captured, noticed and not idle),
+        forward=_trimmed(part, _letting_go(part), actions, captured, noticed and not idle),
         backward=_trimmed(part, _accumulating(part), actions, captured, noticed and not idle),
         again=(),
         due=frozenset(due),
     )
+
+
+def _letting_go(part: Part) -> list[tuple[str, int]]:
+    """Forward, with ``let`` where what lives until the end of forward goes."""
+    events: list[tuple[str, int]] = list(part.forward)
+    if part.lets_go is not None:
+        events.insert(part.lets_go, ("let", 0))
+    return events
 
 
 def codes_of(part: Part) -> tuple[Code, ...]:

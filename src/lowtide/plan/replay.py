@@ -17,7 +17,7 @@ from itertools import repeat
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.plan.instance import Instance
-from lowtide.plan.program import ADD, CALL, DONE, FREE, MAKE, RUN, SAVE, USE, Code, Program
+from lowtide.plan.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, USE, Code, Program
 from lowtide.plan.rank import Rank, Storage, Timed
 from lowtide.plan.rebuild import Rebuilding
 from lowtide.plan.swapping import Swapping
@@ -100,6 +100,9 @@ class Player:
                 self._save(instance, number)
             elif code == CALL:
                 self.rebuilding.capture(instance, number)
+            elif code == LET:
+                self.rank.drop_all(instance.lets_go)
+                instance.lets_go = []
             elif code == DONE:  # its graph led nowhere
                 self._done(instance, number)
 

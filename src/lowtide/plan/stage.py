@@ -297,6 +297,8 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: i
                 if left is not None:
                     instance.slots[number] = left
             across = []
+            if step.program.part.lets_go is not None:
+                instance.lets_go, until["forward"][:] = list(until["forward"]), []
         storage = player.forward(instance, storage, handed)
         handed = instance.handed
         instances.append(instance)

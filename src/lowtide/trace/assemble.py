@@ -121,7 +121,9 @@ class _Cut:
             numbers.take(gradient)
         for number in taken_back:
             numbers.take(number)
+        foreign = numbers.foreign
         backward = numbers.events(self.streams.get(("backward", index), []))
+        numbers.foreign = foreign
         packs = self._packs(numbers, kind if 0 <= index < self.count else None)
         inside = 0 <= index < self.count
         ran = {record.calls[number].operator for number in numbers.calls}
@@ -150,6 +152,7 @@ class _Cut:
             taken_back=numbers.local(taken_back),
             handed_back=numbers.local(self.handed.get(("backward", index), [])),
             across=numbers.local(across),
+            lets_go=numbers.foreign if index == self.count else None,
             result=numbers.values.get(record.result) if index == self.count else None,
             static=static,
         )
@@ -233,6 +236,8 @@ class _Numbers:
         self.kernels: dict[int, int] = {}
         self.calls: dict[int, int] = {}
         self.packs: dict[int, int] = {}
+        self.foreign: int | None = None
+        """How many forward events come before the last that frees what a layer made."""
 
     def take(self, number: int) -> None:
         """A storage that another part made."""
@@ -249,6 +254,8 @@ class _Numbers:
                     self.take(number)
                 if number in self.values:
                     result.append((what, self.values[number]))
+                elif what == "free" and made[0] == "forward" and made[1] >= 0 and not self.phase:
+                    self.foreign = len(result)
                 continue
             place = {"run": self.kernels, "call": self.calls, "end": self.calls}.get(what, self.packs)
             if what in ("use", "done") and number not in place:

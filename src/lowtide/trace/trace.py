@@ -209,6 +209,9 @@ class Part:
     across: tuple[int, ...] = ()
     """Values that ``before`` makes and ``after`` frees in forward, in the same order in both. Where a pipeline parts
     the two, ``Value.until`` holds."""
+    lets_go: int | None = None
+    """In ``after``: how many of its forward events come before the layers' values that live until the end of forward
+    are freed, such as weights that autocast has cast."""
     result: int | None = None
     """In ``after``: the model's own output, the logits, where the loss is computed from it. A pipeline's last stage
     holds it until backward."""
