@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["LinearProgram"]
+__all__ = ["GAP", "LinearProgram"]
 
 GAP = 5e-4
 """The gap at which HiGHS stops."""
@@ -53,8 +53,8 @@ class LinearProgram:
         """Ask that the sum of ``terms`` lies between ``lower`` and ``upper``."""
         self.rows.append((terms, lower, upper))
 
-    def solve(self) -> list[float] | None:
-        """The best values; None if there are none."""
+    def solve(self, gap: float = GAP) -> list[float] | None:
+        """The best values, up to ``gap``; None if there are none."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
@@ -76,7 +76,7 @@ class LinearProgram:
                 integrality=np.array(self.integer),
                 bounds=Bounds(np.array(self.lower), np.array(self.upper)),
                 constraints=rows,
-                options={"mip_rel_gap": GAP, "node_limit": NODES},
+                options={"mip_rel_gap": gap, "node_limit": NODES},
             )
         if result.x is None:
             return None

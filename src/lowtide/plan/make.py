@@ -13,6 +13,7 @@ from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.errors import PlanError
 from lowtide.plan.expand import expand
+from lowtide.plan.linear_program import GAP
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Option, Plan
 from lowtide.plan.planned import planned_operators
@@ -52,6 +53,8 @@ SIMPLE_STAGES = 4
 one stage only, since each of these takes a simulation."""
 CLOSE_OF_MANY = 0.03
 STALL_OF_MANY = 0.01
+FASTER = 0.98
+GAP_OF_MANY = 1e-3
 ROUNDS_OF_MANY = 2
 
 
@@ -151,6 +154,8 @@ class _Search:
         self.simulating = 0.0
         self.offset: int | None = None
         """How much more than the solver's bytes the simulator found for the stage before."""
+        self.slowest = 0.0
+        """The seconds of the slowest stage so far."""
 
     def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
         begin = time.perf_counter()
@@ -183,8 +188,11 @@ class _Search:
             return _Found([], kept.seconds, None, [])
         fitted = []
         for _, with_swap, share in ways:
-            self.offset = None
-            fitted.append([self._fit(problem, kept, with_swap, recompute, share) for problem in self.problems])
+            self.offset, self.slowest = None, 0.0
+            # The slowest stage first: what is faster than that does not have to be improved.
+            order = sorted(self.problems, key=lambda problem: (-kept.stages[problem.stage].busy, problem.stage))
+            found = {problem.stage: self._fit(problem, kept, with_swap, recompute, share) for problem in order}
+            fitted.append([found[problem.stage] for problem in self.problems])
         options: dict[str, Option] = {}
         for (name, *_), stages in zip(ways, fitted, strict=True):
             option = self.option(name, self._policy([one.best or one.least for one in stages]), HOW)
@@ -225,12 +233,14 @@ class _Search:
             recompute=recompute,
             close=CLOSE_OF_MANY if self.many else CLOSE,
             rounds=ROUNDS_OF_MANY if self.many else ROUNDS,
+            good_enough=FASTER * self.slowest if self.many else 0.0,
+            gap=GAP_OF_MANY if self.many else GAP,
         )
         found: Fitted = fit(swap=swap, link_share=share)
-        stalled = found.best is None or found.best.simulated.stall > STALL_OF_MANY * found.best.simulated.seconds
-        if self.many and swap and recompute and stalled:
+        if self.many and swap and recompute and self._poor(found.best):
             found = min(found, fit(swap=False), key=_badness)
         one = found.best or found.least
+        self.slowest = max(self.slowest, one.simulated.seconds)
         self.offset = one.simulated.reserved - one.solution.memory
         return found
 
@@ -270,6 +280,13 @@ class _Search:
             return []
         best = min(fit, key=lambda one: one[0])[1]
         return [self.option(POLISHED_NAME, best, HOW)] if all(best != one.policy for one in options) else []
+
+    def _poor(self, one: Try | None) -> bool:
+        """Whether a stage of many should be tried without swap."""
+        if one is None:
+            return True
+        seconds = one.simulated.seconds
+        return one.simulated.stall > STALL_OF_MANY * seconds and seconds > FASTER * self.slowest
 
     def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
         """The fastest option that fits, and everything around it."""

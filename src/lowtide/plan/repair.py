@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lowtide.plan.linear_program import GAP
 from lowtide.plan.problem import StageProblem
 from lowtide.plan.simulation import StageSimulation
 from lowtide.plan.solve import StageSolution, solve_least, solve_stage
@@ -60,11 +61,14 @@ def fit_stage(
     link_share: float = 1.0,
     close: float = CLOSE,
     rounds: int = ROUNDS,
+    good_enough: float = 0.0,
+    gap: float = GAP,
 ) -> Fitted:
     """The fastest counts whose simulated memory is within ``budget``.
 
     ``offset`` is a guess of how much more than the solver's bytes the simulator will find. It ends after ``rounds``, or
-    twice as many if nothing fits by then, or with a share of the budget below ``close`` unused.
+    twice as many if nothing fits by then, or with a share of the budget below ``close`` unused, or with seconds that
+    are ``good_enough``. ``gap`` is the solver's.
     """
     tries: list[Try] = []
     known: dict[tuple[object, ...], StageSimulation] = {}
@@ -75,7 +79,7 @@ def fit_stage(
     for number in range(2 * rounds):
         if number >= rounds and any(one.simulated.reserved <= budget for one in tries):
             break
-        solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share)
+        solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share, gap=gap)
         least = solution is None
         if solution is None:
             solution = solve_least(problem, swap=swap, recompute=recompute)
@@ -87,6 +91,8 @@ def fit_stage(
         room = budget - one.simulated.reserved
         nothing_lost = solution.seconds <= problem.seconds and not one.stalls
         if least or (0 <= room < close * budget) or (room >= 0 and nothing_lost):
+            break
+        if room >= 0 and one.simulated.seconds <= good_enough:
             break
         if room >= 0:
             low = one if low is None or one.target > low.target else low

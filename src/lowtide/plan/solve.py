@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.plan.linear_program import LinearProgram
+from lowtide.plan.linear_program import GAP, LinearProgram
 from lowtide.plan.problem import Case, Group, StageProblem
 from lowtide.plan.swapping import IN_FLIGHT_BYTES
 from lowtide.policy import Recompute, Swap
@@ -69,11 +69,18 @@ class StageSolution:
 
 
 def solve_stage(
-    problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True, link_share: float = 1.0
+    problem: StageProblem,
+    budget: int,
+    *,
+    swap: bool = True,
+    recompute: bool = True,
+    link_share: float = 1.0,
+    gap: float = GAP,
 ) -> StageSolution | None:
     """The fastest counts within ``budget`` bytes, or None if nothing fits.
 
     Swaps may take ``link_share`` of the time that copies can pass in; for what takes longer the computation waits.
+    The solver stops when its bound is nearer than ``gap``, as a share of the whole time.
     """
     model = LinearProgram()
     most = model.variable(0, budget / _MIB)
@@ -82,7 +89,7 @@ def solve_stage(
         model.cost[variable] = model.cost.get(variable, 0.0) + cost / _MILLI
     constant = problem.seconds / _MILLI
     model.cost[model.variable(1, 1)] = constant  # so that the gap is one of the whole time
-    values = model.solve()
+    values = model.solve(gap)
     if values is None:
         return None
     return stage.solution(values, max(problem.seconds, model.bound * _MILLI - _charged(problem)))
