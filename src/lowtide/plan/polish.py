@@ -81,16 +81,13 @@ class Polisher:
         return found
 
     def cheapest_first(self) -> Policy | None:
-        """The fewest operators, those that take least time for each byte first, in all layers alike; None if even all
-        of them do not fit."""
-        order = sorted({(place.dear, place.name) for place in self.places.values()})
+        """The fewest operators, those that take least time for each byte first; None if even all of them do not fit."""
+        order = sorted(self.places.values(), key=lambda place: (place.dear, place.layer, place.name))
 
         def state(count: int) -> _State:
-            chosen = set(order[:count])
             names: list[list[tuple[str, Decision]]] = [[] for _ in self.trace.layers]
-            for place in self.places.values():
-                if (place.dear, place.name) in chosen:
-                    names[place.layer].append((place.name, Recompute()))
+            for place in order[:count]:
+                names[place.layer].append((place.name, Recompute()))
             return tuple((tuple(one), LayerPolicy()) for one in names)
 
         low, high = 0, len(order)
