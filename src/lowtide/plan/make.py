@@ -178,6 +178,7 @@ class _Search:
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
         """The plans with and without swap, and a bound."""
+        self.swap, self.recompute = swap, recompute
         both = "swap and recompute" if recompute else "swap some operators"
         ways = [(both, True, share) for share in LINK_SHARES if swap]
         if self.many:
@@ -370,7 +371,10 @@ class _Search:
         points_wanted = POINTS // 2 if self.many else POINTS
         for number in range(points_wanted):
             budget = least + (kept.reserved - least) * number // (points_wanted - 1)
-            seconds = [relaxed_seconds(problem, budget - self._offset(problem, kept)) for problem in self.problems]
+            seconds = [
+                relaxed_seconds(problem, budget - self._offset(problem, kept), swap=self.swap, recompute=self.recompute)
+                for problem in self.problems
+            ]
             found = [one for one in seconds if one is not None]
             if len(found) == len(seconds):
                 points.append((budget, self._longer(kept, found)))
