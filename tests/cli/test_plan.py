@@ -105,6 +105,27 @@ def test_what_is_wrong_is_said_in_words_with_exit_code_1(
     assert words in err
 
 
+def test_a_model_that_does_not_run_with_fake_tensors_is_an_error_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "looks.py"
+    file.write_text(
+        "import torch\n"
+        "class Looks(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2))\n"
+        "    def forward(self, x):\n"
+        "        for layer in self.layers:\n"
+        "            x = layer(x) if x.sum().item() > 0 else x\n"
+        "        return x\n"
+        "def model():\n"
+        "    return Looks(), (torch.ones(2, 4),)\n"
+    )
+    code, _, err = run("plan", f"{file}:model", "--budget", "1GiB")
+    assert code == 1
+    assert "does not run with fake tensors" in err
+    assert "Traceback" not in err
+
+
 def test_a_page_is_made_from_a_plans_file_and_a_runs(tmp_path: Path) -> None:
     save_plan(llama_plan(4), tmp_path / "plan.json")
     (tmp_path / "memory.json").write_text("[[0, 1000], [1, 2000]]")

@@ -39,8 +39,8 @@ def survey_model(source: str, batch: int, sequence: int, autocast: Precision, la
     import torch
 
     from lowtide._torch_private import FakeTensorMode
-    from lowtide.errors import LowtideError, ModelError
-    from lowtide.operators.load import load_model, one_sequence_each
+    from lowtide.errors import LowtideError
+    from lowtide.operators.load import does_not_run, load_model, one_sequence_each
     from lowtide.operators.survey import survey
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
@@ -54,11 +54,7 @@ def survey_model(source: str, batch: int, sequence: int, autocast: Precision, la
             except LowtideError:
                 raise
             except Exception as error:
-                raise ModelError(
-                    f"{source} does not run with fake tensors: {type(error).__name__}: {str(error).rstrip('.')}.\n"
-                    "A model whose way depends on values cannot. If it is the dtype, write the one you train in into"
-                    ' config.json ("dtype": "bfloat16"), or return the model in it'
-                ) from error
+                raise does_not_run(source, error) from error
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

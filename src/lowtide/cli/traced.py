@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowtide.errors import ModelError, TraceError
+from lowtide.errors import LowtideError, ModelError, TraceError
 
 if TYPE_CHECKING:
     from lowtide.plan.pipeline import Pipeline, ScheduleName
@@ -151,9 +152,10 @@ def _from_model(source: str, layout: Layout, progress: Callable[[str], None]) ->
     import torch
 
     from lowtide._torch_private import FakeTensorMode
-    from lowtide.operators.load import load_model, one_sequence_each
+    from lowtide.operators.load import does_not_run, load_model, one_sequence_each
     from lowtide.trace.capture import capture
 
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
     if (layout.tensor or 1) > 1 or (layout.expert or 1) > 1 or (layout.data or 1) > 1:
         raise ModelError(
             f"{source} is planned for one rank: lowtide knows how to divide its own models, such as llama3-8b,"
@@ -169,11 +171,16 @@ def _from_model(source: str, layout: Layout, progress: Callable[[str], None]) ->
             return loss if loss.dim() == 0 else loss.float().sum()
 
         progress("tracing")
-        return capture(
-            loaded.model,
-            run,
-            optimizer=torch.optim.AdamW(loaded.model.parameters(), fused=True),
-            name=Path(source).name,
-            batch={"samples": samples, "tokens": samples * sequence},
-            progress=progress,
-        )
+        try:
+            return capture(
+                loaded.model,
+                run,
+                optimizer=torch.optim.AdamW(loaded.model.parameters(), fused=True),
+                name=Path(source).name,
+                batch={"samples": samples, "tokens": samples * sequence},
+                progress=progress,
+            )
+        except LowtideError:
+            raise
+        except Exception as error:
+            raise does_not_run(source, error) from error

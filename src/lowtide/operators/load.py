@@ -16,7 +16,7 @@ from torch import nn
 
 from lowtide.errors import ModelError
 
-__all__ = ["LoadedModel", "load_model", "one_sequence_each"]
+__all__ = ["LoadedModel", "does_not_run", "load_model", "one_sequence_each"]
 
 
 class LoadedModel(NamedTuple):
@@ -114,3 +114,12 @@ def _module(name: str) -> Any:
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module
+
+
+def does_not_run(source: str, error: Exception) -> ModelError:
+    """The error to raise where a model fails with fake tensors."""
+    return ModelError(
+        f"{source} does not run with fake tensors: {type(error).__name__}: {str(error).rstrip('.')}.\n"
+        "A model whose way depends on values cannot. If it is the dtype, write the one you train in into"
+        ' config.json ("dtype": "bfloat16"), or return the model in it'
+    )

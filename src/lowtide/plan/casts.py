@@ -15,14 +15,18 @@ __all__ = ["cast_weights", "without_casts"]
 
 
 def cast_weights(part: Part) -> frozenset[int]:
-    """The values that are casts of weights: made from nothing that the part was given or made, and saved."""
+    """The values that are casts of weights: made from nothing that the part was given or made, saved, and left behind.
+
+    A model that casts a weight itself lets go of it in the same layer. What runs after the layers ends with autocast's
+    context: there the two look the same, and are taken for autocast's.
+    """
     saved = {pack.value for pack in part.packs}
     return frozenset(
         value
         for kernel in part.kernels
         if kernel.kind == "aten::_to_copy" and not kernel.reads
         for value in kernel.writes
-        if value in saved
+        if value in saved and (part.values[value].until or value in part.handed or part.name == "after")
     )
 
 

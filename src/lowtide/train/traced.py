@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,9 @@ def trace_rank(
         raise TraceError("a run's ranks are imagined in a process group of their own: there is one already; leave it")
     degrees = replace(rank.degrees, pipeline=1)
     chosen, stands_for = _sample(rank.shape)
-    with imagined_process_group(degrees.world):
+    with imagined_process_group(degrees.world), warnings.catch_warnings():
+        # The head gives a view, which nothing here writes into.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         try:
             meshes = make_meshes(degrees, torch.device("cpu"))
             with torch.device("meta"):
