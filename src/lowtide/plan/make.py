@@ -150,6 +150,7 @@ class _Search:
         self.trace, self.device, self.pipeline = trace, device, pipeline
         self.problems, self.budget, self.fixed = problems, budget, fixed
         self.layers = len(trace.layers)
+        self.swap = self.recompute = True
         self.many = pipeline.stages > SIMPLE_STAGES
         self.simulating = 0.0
         self.offset: int | None = None
