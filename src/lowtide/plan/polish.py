@@ -21,6 +21,8 @@ __all__ = ["Judged", "Polisher"]
 
 FACTORS = (1.5, 0.67, 2.5)
 """What prefetches are multiplied with, to see whether that is better."""
+STEPS = 24
+"""Into how many steps the operators are divided that may be recomputed."""
 NEARLY = 1 - 1e-9
 """A step has to be faster by more than rounding."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
@@ -81,7 +83,7 @@ class Polisher:
         return found
 
     def cheapest_first(self) -> Policy | None:
-        """The fewest operators, those that take least time for each byte first; None if even all of them do not fit."""
+        """The fewest operators that fit, those that take least time for each byte first; None if no number does."""
         order = sorted(self.places.values(), key=lambda place: (place.dear, place.layer, place.name))
 
         def state(count: int) -> _State:
@@ -90,9 +92,13 @@ class Polisher:
                 names[place.layer].append((place.name, Recompute()))
             return tuple((tuple(one), LayerPolicy()) for one in names)
 
-        low, high = 0, len(order)
-        if self.judge(state(high)).reserved > self.budget:
+        # More is not always less: what is rebuilt together is there together. So the whole range is looked at first.
+        counts = sorted({len(order) * step // STEPS for step in range(STEPS + 1)})
+        fitting = [count for count in counts if self.judge(state(count)).reserved <= self.budget]
+        if not fitting:
             return None
+        high = min(fitting, key=lambda count: self.judge(state(count)).seconds)
+        low = max((count for count in counts if count < high), default=-1) + 1
         while low < high:
             middle = (low + high) // 2
             if self.judge(state(middle)).reserved <= self.budget:
