@@ -403,8 +403,8 @@ class _Search:
                 " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
-            "the bound is the simulated step without recompute, and what every Policy adds to it by the solver's bytes"
-            " and seconds, within solver's bytes that the simulator found too many, with these layers in these stages"
+            "how much faster another Policy could be is the solver's bound, by its own model of bytes and seconds, for"
+            " these layers in these stages; the simulator's memory is finer than that model"
         )
         return tuple(dict.fromkeys(notes))
 
