@@ -22,7 +22,7 @@ from lowtide.plan.problem import LayerCost, StageProblem, layer_cost, stage_prob
 from lowtide.plan.repair import CLOSE, ROUNDS, Fitted, Try, fit_stage
 from lowtide.plan.schedule import Action, replay
 from lowtide.plan.simple import simple_policies
-from lowtide.plan.simulate import simulate
+from lowtide.plan.simulate import Known, simulate
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.solve import StageSolution, relaxed_seconds, solve_stage
 from lowtide.plan.yaml_form import YamlForm, yaml_form
@@ -153,6 +153,8 @@ class _Search:
         self.swap = self.recompute = True
         self.many = pipeline.stages > SIMPLE_STAGES
         self.simulating = 0.0
+        self.known: Known | None = {} if pipeline.stages > 1 else None
+        """Stages that were replayed."""
         self.offset: int | None = None
         """How much more than the solver's bytes the simulator found for the stage before."""
         self.slowest = 0.0
@@ -160,7 +162,9 @@ class _Search:
 
     def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
         begin = time.perf_counter()
-        result = simulate(self.trace, policy, self.device, self.pipeline, stages=stages, details=details)
+        result = simulate(
+            self.trace, policy, self.device, self.pipeline, stages=stages, details=details, known=self.known
+        )
         self.simulating += time.perf_counter() - begin
         return result
 
@@ -271,8 +275,8 @@ class _Search:
             # What fits a tighter budget fits this one, and may be the better place to start from.
             found = self._fit(self.problems[0], kept, True, True, LINK_SHARES[0], int(share * self.budget))
             starts += [self._policy([found.best])] if found.best is not None else []
-        cheapest = polisher.cheapest_first()
-        starts += [cheapest] if cheapest is not None else []
+        cheapest = (polisher.cheapest_first(alone=alone) for alone in (False, True))
+        starts += [one for one in cheapest if one is not None]
         evaluations = min(max(FEWEST, EVALUATIONS // self.layers), MOST)
         tried = [polisher.polish(start, evaluations // (2 * len(starts))) for start in starts]
         promising = sorted(tried, key=lambda one: (one[1].reserved > self.budget, one[1].seconds))[:1]

@@ -82,9 +82,22 @@ class Polisher:
             found = self.known[state] = self._judge(_policy(state))
         return found
 
-    def cheapest_first(self) -> Policy | None:
-        """The fewest operators that fit, those that take least time for each byte first; None if no number does."""
-        order = sorted(self.places.values(), key=lambda place: (place.dear, place.layer, place.name))
+    def cheapest_first(self, *, alone: bool = False) -> Policy | None:
+        """The fewest operators that fit, those that take least time for each byte first; None if no number does.
+
+        ``alone`` takes only those that save memory when they alone are recomputed, by the bytes that they save so.
+        """
+        net = {
+            (layer, one.name): one.net
+            for layer, part in enumerate(self.trace.layers)
+            for one in self.trace.parts[part].operators
+        }
+        chosen = [place for place in self.places.values() if not alone or net[place[:2]] > 0]
+
+        def dear(place: _Place) -> float:
+            return place.seconds / (net[place[:2]] if alone else place.held)
+
+        order = sorted(chosen, key=lambda place: (dear(place), place.layer, place.name))
 
         def state(count: int) -> _State:
             names: list[list[tuple[str, Decision]]] = [[] for _ in self.trace.layers]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
@@ -32,7 +33,10 @@ from lowtide.policy import (
 )
 from lowtide.trace.trace import Part, Trace
 
-__all__ = ["shortened", "simulate"]
+__all__ = ["Known", "Played", "shortened", "simulate"]
+
+Known: TypeAlias = "dict[object, Played]"
+"""Stages that were replayed, by what they depend on."""
 
 
 def simulate(
@@ -44,12 +48,14 @@ def simulate(
     details: bool = False,
     optimizer: bool = True,
     stages: Sequence[int] | None = None,
+    known: Known | None = None,
 ) -> Simulation:
     """What a step of ``policy`` does on ``device``: memory and time.
 
     ``details`` also says how memory goes over time, what each lane does and what the peak is made of. ``optimizer``
     includes the optimizer's step. ``stages`` are the pipeline stages to look at; all, if it is left out. The step's
-    time then is that of these stages alone.
+    time then is that of these stages alone. ``known`` keeps what was replayed, for other calls with the same Trace,
+    device and pipeline: a stage whose layers are decided alike is not replayed again.
     """
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
@@ -57,26 +63,39 @@ def simulate(
     layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     make = partial(Stage, trace, layers, device, pipeline)
-    played = {stage: make(stage, details=details) for stage in wanted}
     short = shortened(pipeline)
     transfer = _transfer_seconds(trace, device, pipeline)
-    if stages is not None:
-        step = _alone(played, pipeline, short)
-    elif short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
-        step = _together(played, pipeline, transfer)
+    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+        together = {stage: make(stage, details=details) for stage in wanted}
+        step = _together(together, pipeline, transfer)
+        played = {number: _finished(stage, optimizer=optimizer) for number, stage in together.items()}
     else:
-        seconds = _each_alone(played, short)
-        step = replay(pipeline, lambda stage, action: seconds[stage].of(action), transfer)
+        played = {}
+        for number in wanted:
+            key = (number, optimizer, _decided(policy, pipeline, number))
+            found = known.get(key) if known is not None and not details else None
+            if found is None:
+                stage = make(number, details=details)
+                _act(stage, short)
+                found = _finished(stage, optimizer=optimizer)
+                if known is not None and not details:
+                    known[key] = found
+            played[number] = found
+        seconds = {number: _Seconds(one) for number, one in played.items()}
+        if stages is not None:
+            step = _alone(seconds, pipeline)
+        else:
+            step = replay(pipeline, lambda stage, action: seconds[stage].of(action), transfer)
     results = []
-    for stage, one in played.items():
-        result = one.finish(optimizer=optimizer)
+    for number, one in played.items():
+        result = one.result
         if details:  # once more, to see what is there at the peak
-            again = make(stage, details=True, stop_at=one.rank.peak_allocation)
+            again = make(number, details=True, stop_at=one.peak_allocation)
             _act(again, short)
             again.finish(optimizer=optimizer)
             result = replace(result, shares=again.shares())
         result = _whole_step(result, one.optimizer_seconds, pipeline.micro_batches / short.micro_batches)
-        results.append(replace(result, seconds=step.ends[stage] + one.optimizer_seconds))
+        results.append(replace(result, seconds=step.ends[number] + one.optimizer_seconds))
     slowest = max(result.seconds for result in results)
     return Simulation(seconds=slowest, stages=tuple(results), bubble=step.bubble, notes=_notes(policy, pipeline))
 
@@ -86,16 +105,33 @@ def _act(stage: Stage, pipeline: Pipeline) -> None:
         stage.act(action)
 
 
-def _each_alone(stages: Mapping[int, Stage], short: Pipeline) -> dict[int, _Seconds]:
-    """Replay each stage without waiting for the others; what its actions take."""
-    for stage in stages.values():
-        _act(stage, short)
-    return {number: _Seconds(stage) for number, stage in stages.items()}
+class Played(NamedTuple):
+    """A stage that was replayed."""
+
+    seconds: Mapping[Action, float]
+    """What each action took."""
+    weight_share: float
+    """The share of a backward that computes parameters' gradients."""
+    optimizer_seconds: float
+    peak_allocation: int
+    """Which allocation was at the peak."""
+    result: StageSimulation
 
 
-def _alone(stages: Mapping[int, Stage], pipeline: Pipeline, short: Pipeline) -> Replay:
+def _finished(stage: Stage, *, optimizer: bool) -> Played:
+    result = stage.finish(optimizer=optimizer)
+    return Played(stage.seconds, stage.weight_share, stage.optimizer_seconds, stage.rank.peak_allocation, result)
+
+
+def _decided(policy: Policy | Resolution, pipeline: Pipeline, stage: int) -> object:
+    """What a stage's replay depends on, of a Policy; a resolution is known by itself only."""
+    if not isinstance(policy, Policy):
+        return id(policy)
+    return tuple(policy.layers[layer] for chunk in pipeline.placement[stage] for layer in chunk)
+
+
+def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:
     """The times of some stages, as if they waited for nobody."""
-    seconds = _each_alone(stages, short)
     ends = [
         sum(map(seconds[stage].of, one)) if stage in seconds else 0.0 for stage, one in enumerate(actions(pipeline))
     ]
@@ -120,7 +156,7 @@ def _together(stages: Mapping[int, Stage], pipeline: Pipeline, transfer: float) 
 class _Seconds:
     """The seconds of a stage's actions, those that were left out included: they are as the ones before them."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Played) -> None:
         self.stage = stage
         self.usual = {(action.kind, action.chunk): seconds for action, seconds in stage.seconds.items()}
 
