@@ -43,10 +43,10 @@ POLISHED = 2
 TIGHTER = (0.94, 0.86)
 """Shares of the budget that plans are sought for too."""
 POLISHED_NAME = "decided operator by operator"
-EVALUATIONS = 6400
-"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 200 times, half of them from the
+EVALUATIONS = 9600
+"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 300 times, half of them from the
 best start."""
-FEWEST, MOST = 100, 400
+FEWEST, MOST = 100, 600
 """Simulations of the model, whatever its layers."""
 SIMPLE_STAGES = 4
 """A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
