@@ -51,7 +51,7 @@ def start(logs: Path, deed: str, nodes: int = 1, node: int = 0, port: int = 0) -
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def eventually(condition: object, seconds: float = 60) -> None:
+def eventually(condition: object, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "it did not happen in time"
