@@ -39,7 +39,7 @@ HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
 POLISHED = 2
-"""The ways that are polished, and one more that recomputes what is cheapest for each byte."""
+"""The fastest ways, which are polished beside those of tighter budgets and those that recompute what is cheapest."""
 TIGHTER = (0.94, 0.86)
 """Shares of the budget that plans are sought for too."""
 POLISHED_NAME = "decided operator by operator"

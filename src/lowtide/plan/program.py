@@ -12,12 +12,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from lowtide.policy import Decision, Keep, Recompute, Swap
+from lowtide.runtime.limits import MINIMUM_BYTES
 from lowtide.trace.trace import Event, Part
 
 __all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "codes_of", "compile_part"]
-
-MINIMUM_BYTES = 4096
-"""As in the runtime's limits: what is smaller is not swapped."""
 
 How: TypeAlias = Literal["nothing", "keep", "swap", "node", "output", "inside", "cast"]
 """What becomes of a saved tensor. ``nothing``: it takes no memory, or a checkpoint forgets it. ``node``: rebuilt from

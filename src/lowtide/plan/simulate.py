@@ -72,13 +72,15 @@ def simulate(
     else:
         played = {}
         for number in wanted:
-            key = (number, optimizer, _decided(policy, pipeline, number))
-            found = known.get(key) if known is not None and not details else None
+            key, found = None, None
+            if known is not None and isinstance(policy, Policy) and not details:
+                key = (number, optimizer, _of_stage(policy, pipeline, number))
+                found = known.get(key)
             if found is None:
                 stage = make(number, details=details)
                 _act(stage, short)
                 found = _finished(stage, optimizer=optimizer)
-                if known is not None and not details:
+                if known is not None and key is not None:
                     known[key] = found
             played[number] = found
         seconds = {number: _Seconds(one) for number, one in played.items()}
@@ -123,11 +125,10 @@ def _finished(stage: Stage, *, optimizer: bool) -> Played:
     return Played(stage.seconds, stage.weight_share, stage.optimizer_seconds, stage.rank.peak_allocation, result)
 
 
-def _decided(policy: Policy | Resolution, pipeline: Pipeline, stage: int) -> object:
-    """What a stage's replay depends on, of a Policy; a resolution is known by itself only."""
-    if not isinstance(policy, Policy):
-        return id(policy)
-    return tuple(policy.layers[layer] for chunk in pipeline.placement[stage] for layer in chunk)
+def _of_stage(policy: Policy, pipeline: Pipeline, stage: int) -> Policy:
+    """All of a Policy that a stage's replay depends on."""
+    own = tuple(policy.layers[layer] for chunk in pipeline.placement[stage] for layer in chunk)
+    return replace(policy, layers=own, root=LayerPolicy())
 
 
 def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:

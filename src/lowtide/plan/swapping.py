@@ -13,11 +13,10 @@ from typing import Literal, TypeAlias
 
 from lowtide.plan.rank import Rank, Storage
 from lowtide.plan.simulation import Lane, Span
+from lowtide.runtime.limits import IN_FLIGHT_BYTES
 
 __all__ = ["IN_FLIGHT_BYTES", "Schedule", "Swapped", "Swapping"]
 
-IN_FLIGHT_BYTES = 2 << 30
-"""As in the runtime's limits: the most that may be on its way, in each direction."""
 NEVER = 1 << 62
 
 

@@ -6,7 +6,10 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 
-__all__ = ["Limits"]
+__all__ = ["IN_FLIGHT_BYTES", "MINIMUM_BYTES", "Limits"]
+
+IN_FLIGHT_BYTES = 2 << 30
+MINIMUM_BYTES = 4096
 
 
 def _share_of_host_memory() -> int:
@@ -23,9 +26,9 @@ class Limits:
     """Host memory for swapped tensors, pinned where the device has it. Half of the machine's, shared by its ranks."""
     disk_bytes: int = 1 << 40
     """Space on disk."""
-    in_flight_bytes: int = 2 << 30
+    in_flight_bytes: int = IN_FLIGHT_BYTES
     """Device memory of tensors that are on their way: leaving and not let go yet, or back and not used yet."""
-    minimum_bytes: int = 4096
+    minimum_bytes: int = MINIMUM_BYTES
     """Smaller tensors stay where they are: the copy would cost more than it frees."""
     disk_directory: str = field(default_factory=tempfile.gettempdir)
     """Where the disk tier keeps its file. The file has no name: nothing is left behind, whatever happens."""

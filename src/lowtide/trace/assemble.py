@@ -137,7 +137,7 @@ class _Cut:
                 for one in kind.operators
                 if inside or one.name in ran
             ),
-            values=tuple(self._value(number, index, packs) for number in numbers.values),
+            values=tuple(self._value(number, index) for number in numbers.values),
             kernels=tuple(self._kernel(number, numbers) for number in numbers.kernels),
             calls=self._calls(numbers, kind),
             packs=tuple(packs),
@@ -165,7 +165,7 @@ class _Cut:
         kernels = tuple(self._kernel(number, numbers) for number in numbers.kernels)
         return Part(name="optimizer", values=values, kernels=kernels, forward=events)
 
-    def _value(self, number: int, index: int, packs: Sequence[Pack]) -> Value:
+    def _value(self, number: int, index: int) -> Value:
         record, storage = self.recorded, self.recorded.storages[number]
         given = storage.made[1] != index
         end = self.ends.get(number)

@@ -61,7 +61,6 @@ class Storage:
 
     size: int
     made: Place
-    freed: Place | None = None
     operator: str = ""
     """The operator that ran when it was made."""
 
@@ -110,9 +109,9 @@ class Recorder(TorchDispatchMode):
         self.known: dict[int, int] = {}
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
+        """The keys of storages that were there before: parameters, buffers, optimizer states."""
         self.result = -1
         """The storage of the model's own output."""
-        """The keys of storages that were there before: parameters, buffers, optimizer states."""
         self.managed: set[int] = set()
         """The keys of storages that somebody frees by hand, whoever holds them: gathered parameters."""
         self.gradients: set[int] = set()
@@ -208,24 +207,22 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self.known or key in self.static:
             return self.known.get(key, -1)
-        if self.next is not None:
-            self.move(*self.next)
-        number = self._begun(storage, storage.nbytes())
-        self.note("make", number)
-        return number
+        return self._begun(storage, storage.nbytes())
 
     def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
+        if self.next is not None:
+            self.move(*self.next)
         key, number = storage._cdata, len(self.storages)
         self.storages.append(Storage(size, self.place, operator=self.operator))
         self.known[key] = number
         self.references[key] = weakref.ref(storage, lambda _: self._ended(key, number))
+        self.note("make", number)
         return number
 
     def _ended(self, key: int, number: int) -> None:
         if self.known.get(key) == number:
             del self.known[key]
-            if self.references.pop(key, None) is not None and self.storages[number].freed is None:
-                self.storages[number].freed = self.place
+            if self.references.pop(key, None) is not None:
                 self.note("free", number)
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -234,9 +231,7 @@ class Recorder(TorchDispatchMode):
         if self.quiet or key in self.static:
             return
         if size and not storage.nbytes():
-            if self.next is not None:
-                self.move(*self.next)
-            self.note("make", self._begun(storage, size))  # another one, as far as memory goes
+            self._begun(storage, size)  # another one, as far as memory goes
             self.managed.add(key)
         elif not size and storage.nbytes() and number >= 0:
             self._ended(key, number)
