@@ -40,6 +40,7 @@ def convert(file: File, to: To, output: Output = None, as_json: AsJson = False, 
 
     from lowtide.config.check import check_file
     from lowtide.config.convert import convert_form
+    from lowtide.config.document import write_document
     from lowtide.operators.names import layer_operators
     from lowtide.report.terminal import print_problems
 
@@ -56,7 +57,10 @@ def convert(file: File, to: To, output: Output = None, as_json: AsJson = False, 
     except ValueError as error:
         console.print(f"{file}: {error}")
         raise typer.Exit(1) from None
-    text = json.dumps({"file": str(file), "to": to.value, "settings": value, "lost": lost}) if as_json else _yaml(value)
+    if as_json:
+        text = json.dumps({"file": str(file), "to": to.value, "settings": value, "lost": lost})
+    else:
+        text = write_document(value).rstrip("\n")
     if output is None:
         typer.echo(text)
     else:
@@ -65,17 +69,3 @@ def convert(file: File, to: To, output: Output = None, as_json: AsJson = False, 
         console.print(f"not expressed: {line}", soft_wrap=True)
     if lost:
         raise typer.Exit(3)
-
-
-def _yaml(value: object) -> str:
-    from io import StringIO
-
-    from ruamel.yaml import YAML
-
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = None  # short lists and mappings on one line
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.width = 100
-    stream = StringIO()
-    yaml.dump(value, stream)
-    return stream.getvalue().rstrip("\n")

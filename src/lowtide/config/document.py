@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,7 +29,16 @@ from ruamel.yaml.events import (
 
 from lowtide.config.problem import Problems
 
-__all__ = ["Document", "Mark", "Path", "format_path", "load_document", "parse_document", "parse_value"]
+__all__ = [
+    "Document",
+    "Mark",
+    "Path",
+    "format_path",
+    "load_document",
+    "parse_document",
+    "parse_value",
+    "write_document",
+]
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 40
@@ -357,3 +367,14 @@ def _ellipsis(text: str, mark: Mark) -> _Stop | None:
             f"remove the line{example}",
         )
     return None
+
+
+def write_document(value: object) -> str:
+    """Plain values as YAML text, short lists and mappings on one line."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = None
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 100
+    stream = StringIO()
+    yaml.dump(value, stream)
+    return stream.getvalue()

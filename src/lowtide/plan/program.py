@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
+from lowtide.operators.from_nodes import from_nodes
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.limits import MINIMUM_BYTES
 from lowtide.trace.trace import Event, Part
@@ -134,7 +135,7 @@ def compile_part(
         for name, decision in decisions.items()
         if isinstance(decision, Recompute) and name in facts and facts[name].repeatable
     )
-    by_node = _by_node(part, recomputed)
+    by_node = from_nodes(part.packs, [(call.operator, call.reads) for call in part.calls], recomputed)
     makers, savers, bodies = _places(part.forward)
     captured = _captured(part, recomputed - by_node, makers)
 
@@ -238,24 +239,6 @@ def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
         again=_trimmed(part, again, actions, frozenset(), False),
         due=frozenset({boundary.prefetch} if isinstance(boundary, Swap) else ()),
     )
-
-
-def _by_node(part: Part, recomputed: frozenset[str]) -> frozenset[str]:
-    """The recomputed operators of which everything that is saved can be had from the nodes that made it.
-
-    Not those that a captured call reads: what it holds of its arguments is known by their calls.
-    """
-    found: dict[str, bool] = {}
-    for pack in part.packs:
-        if pack.source == "operator" and pack.owner in recomputed and pack.movable:
-            found[pack.owner] = found.get(pack.owner, True) and pack.by_node and not pack.cast
-    names, before = {name for name, every in found.items() if every}, -1
-    while len(names) != before:
-        before = len(names)
-        for call in part.calls:
-            if call.operator in recomputed and call.operator not in names:
-                names.difference_update(call.reads)
-    return frozenset(names)
 
 
 def _places(forward: Sequence[Event]) -> tuple[dict[int, int], dict[int, int], dict[int, tuple[Code, ...]]]:

@@ -9,10 +9,10 @@ form has no word for the input of a layer, and does not swap what directly feeds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from io import StringIO
 from typing import Any, NamedTuple
 
 from lowtide.config.check import check_text
+from lowtide.config.document import write_document
 from lowtide.plan.expand import exact_text
 from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.schedule import is_folded
@@ -59,7 +59,7 @@ def yaml_form(policy: Policy, catalogue: Catalogue, pipeline: Pipeline) -> YamlF
     if not counted:
         value["swap_config"] = {"swap": True, "layer_swap": [], **_swap_entries(swapped, total)}
     value |= _model(total, pipeline, counted)
-    text = _dump(value)
+    text = write_document(value)
     return YamlForm(text, _lost(text, resolution, catalogue))
 
 
@@ -122,15 +122,3 @@ def _model(total: int, pipeline: Pipeline, counted: bool) -> dict[str, Any]:
         ]
         value["parallel_config"] = {"pipeline_stage": pipeline.stages}
     return value
-
-
-def _dump(value: object) -> str:
-    from ruamel.yaml import YAML
-
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = None  # short lists and mappings on one line
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.width = 100
-    stream = StringIO()
-    yaml.dump(value, stream)
-    return stream.getvalue()

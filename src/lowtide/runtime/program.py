@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide._torch_private import is_collective, without_graph
 from lowtide.operators.calls import Site
+from lowtide.operators.from_nodes import from_nodes
 from lowtide.operators.kept import Kept, kept_apart
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.observe import Pack
@@ -119,7 +120,7 @@ def compile_layer(
     facts = {operator.name: operator for operator in kind.operators}
     asked = [name for name, decision in decisions.items() if isinstance(decision, Recompute)]
     recomputed = frozenset(name for name in asked if facts[name].repeatable)
-    by_node = _by_node(kind, recomputed)
+    by_node = from_nodes(kind.packs, [(call.name, call.reads) for call in kind.calls], recomputed)
     captured = recomputed - by_node
     positions = kind.positions
     first = {pack.storage: number for number, pack in reversed(list(enumerate(kind.packs)))}
@@ -233,24 +234,6 @@ def _common(paths: list[list[str]]) -> list[str]:
 def _dense(pack: Pack) -> bool:
     """Whether the tensor is all of its storage."""
     return prod(pack.shape) * pack.dtype.itemsize == pack.storage_bytes
-
-
-def _by_node(kind: LayerKind, recomputed: frozenset[str]) -> frozenset[str]:
-    """The recomputed operators of which everything that is saved can be had from the nodes that made it.
-
-    Not those that a captured call reads: what it holds of its arguments is known by their calls.
-    """
-    found: dict[str, bool] = {}
-    for pack in kind.packs:
-        if pack.source == "operator" and pack.owner in recomputed and pack.movable:
-            found[pack.owner] = found.get(pack.owner, True) and pack.by_node and not pack.cast
-    names, before = {name for name, every in found.items() if every}, -1
-    while len(names) != before:
-        before = len(names)
-        for call in kind.calls:
-            if call.name in recomputed and call.name not in names:
-                names.difference_update(call.reads)
-    return frozenset(names)
 
 
 def _sites(kind: LayerKind, captured: frozenset[str]) -> dict[str, tuple[Site, ...]]:
