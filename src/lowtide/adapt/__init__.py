@@ -1,0 +1,1 @@
+"""Measure, decide and switch while training, and come through when memory runs out."""
