@@ -51,6 +51,8 @@ __all__ = ["Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
 
 LOSS = "loss"
 """What runs after the layers and is no operator of the model."""
+OCCUPYING = 1 << 20
+"""Bytes of the copy that an idle device is given to do while a kernel that is timed is issued."""
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Occasion: TypeAlias = Literal["kernel", "saved", "gradient"]
 """A kernel is about to run; backward asks for something saved; backward comes to a part."""
@@ -107,6 +109,8 @@ class Recorder(TorchDispatchMode):
         self.hold = hold
         """How what is saved for backward is held; None: not at all, and then there is no backward."""
         self.timed = timed
+        self.fillers: dict[torch.Stream, tuple[Tensor, Tensor]] = {}
+        """For each stream that was idle, what it is given to copy."""
         self.paused = False
         """Whether what happens now is not to be written down."""
         self.attend: Callable[[Occasion], None] = lambda occasion: None
@@ -180,6 +184,7 @@ class Recorder(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
             self.references.clear()
+            self.fillers.clear()
 
     # Which operator runs.
 
@@ -266,9 +271,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
-        begin = self._now(args, kwargs) if self.timed else None
+        begin = self._begin(args, kwargs) if self.timed else None
         result = func(*args, **kwargs)
-        end = self._now(args, kwargs) if self.timed else None
+        end = self._end(begin) if self.timed else None
         if func.is_view:
             return result
         given, made = tensors_of((args, kwargs)), tensors_of(result)
@@ -368,13 +373,51 @@ class Recorder(TorchDispatchMode):
         storage = self.storages[into]
         return storage.made[0] == "backward" and storage.size == self.storages[total].size
 
-    def _now(self, args: Any, kwargs: Any) -> Any:
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+    def take_seed(self) -> list[Event]:
+        """Take back the last that was written down if it made the gradient that a backward begins with.
+
+        That runs before the engine does: it was taken to be of the forward.
+        """
+        if [what for what, _ in self.events[-2:]] != ["make", "run"] or self.kernels[-1].kind != "aten::ones_like":
+            return []
+        taken = self.events[-2:]
+        del self.events[-2:]
+        self.storages[taken[0][1]].made = ("backward", self.last)
+        return taken
+
+    # When.
+
+    def _begin(self, args: Any, kwargs: Any) -> Any:
+        made_on = torch.device(kwargs.get("device") or "cpu")  # what is given nothing says where it makes something
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), made_on)
         if device.type in ("cpu", "meta"):
             return perf_counter()
+        stream = torch.accelerator.current_stream(device)
+        if stream.query():
+            # An idle device would reach the event at once and then wait for the kernel to be issued. See
+            # [Note: behind a copy] in cost/stopwatch.py.
+            self._occupy(stream)
         event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
+        event.record(stream)
         return event
+
+    def _end(self, begin: Any) -> Any:
+        if isinstance(begin, float):
+            return perf_counter()
+        event = torch.Event(begin.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(begin.device))
+        return event
+
+    def _occupy(self, stream: torch.Stream) -> None:
+        self.quiet = True
+        try:
+            if stream not in self.fillers:
+                host = torch.zeros(OCCUPYING, dtype=torch.uint8).pin_memory()
+                self.fillers[stream] = host, torch.zeros(OCCUPYING, dtype=torch.uint8, device=stream.device)
+            host, there = self.fillers[stream]
+            there.copy_(host, non_blocking=True)
+        finally:
+            self.quiet = False
 
     # What autograd saves.
 
