@@ -44,6 +44,7 @@ __all__ = [
     "backward_node_number",
     "compiled_call",
     "current_backward",
+    "current_node",
     "exchange_rows",
     "finish_collective",
     "flattened",
@@ -243,6 +244,11 @@ def backward_node_number() -> int:
     """The number of the node that backward is running on this thread; -1 if it runs none."""
     node: Any = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
+
+
+def current_node() -> Any:
+    """The node that backward is running on this thread, until what it gave has been added to what was there."""
+    return torch._C._current_autograd_node()
 
 
 def storage_key(tensor: Tensor) -> int:
