@@ -72,6 +72,7 @@ __all__ = [
     "silu",
     "storage_bytes",
     "storage_key",
+    "storage_users",
     "subclass_wrapper",
     "taken_apart",
     "tree_leaves",
@@ -260,6 +261,13 @@ def storage_key(tensor: Tensor) -> int:
 def storage_bytes(tensor: Tensor) -> int:
     """The size of the tensor's whole storage on this rank."""
     return inner_tensor(tensor).untyped_storage().nbytes()
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors see the storage of a plain tensor."""
+    storage = tensor.untyped_storage()  # the object that stands for it in Python holds it once as well
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
