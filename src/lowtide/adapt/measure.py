@@ -160,17 +160,18 @@ _NOT_ALIKE = (
 def _seconds(kernels: Sequence[RecordedKernel], steps: Sequence[Sequence[RecordedKernel]]) -> tuple[list[float], bool]:
     """The median of what each kernel took, and whether all steps ran the same ones.
 
-    Where they did not, it is the median over all kernels of the same kind and shape.
+    Where they did not, it is the median over all kernels of the same kind and size.
     """
     wanted = [_key(kernel) for kernel in kernels]
     if all([_key(kernel) for kernel in step] == wanted for step in steps):
         return [median(column) for column in zip(*([one.seconds for one in step] for step in steps), strict=True)], True
-    found: dict[tuple[str, str, str], list[float]] = {}
+    found: dict[tuple[str, str, int, int], list[float]] = {}
     for step in steps:
         for kernel in step:
             found.setdefault(_key(kernel), []).append(kernel.seconds)
     return [median(found[key]) for key in wanted], False
 
 
-def _key(kernel: RecordedKernel) -> tuple[str, str, str]:
-    return kernel.kind, kernel.dtype, kernel.shape
+def _key(kernel: RecordedKernel) -> tuple[str, str, int, int]:
+    # Not the shape as it is written: numbers stand in it that change from step to step, as an optimizer's do.
+    return kernel.kind, kernel.dtype, kernel.flops, kernel.touched
