@@ -44,6 +44,7 @@ __all__ = [
     "backward_node_number",
     "compiled_call",
     "current_backward",
+    "current_node",
     "drop_pipeline_losses",
     "exchange_rows",
     "finish_collective",
@@ -74,6 +75,7 @@ __all__ = [
     "silu",
     "storage_bytes",
     "storage_key",
+    "storage_users",
     "subclass_wrapper",
     "taken_apart",
     "tree_leaves",
@@ -248,6 +250,11 @@ def backward_node_number() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def current_node() -> Any:
+    """The node that backward is running on this thread, until what it gave has been added to what was there."""
+    return torch._C._current_autograd_node()
+
+
 def storage_key(tensor: Tensor) -> int:
     """The address of the tensor's storage object: equal for views, unique while the storage lives."""
     key: int = inner_tensor(tensor).untyped_storage()._cdata
@@ -257,6 +264,13 @@ def storage_key(tensor: Tensor) -> int:
 def storage_bytes(tensor: Tensor) -> int:
     """The size of the tensor's whole storage on this rank."""
     return inner_tensor(tensor).untyped_storage().nbytes()
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors see the storage of a plain tensor."""
+    storage = tensor.untyped_storage()  # the object that stands for it in Python holds it once as well
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:

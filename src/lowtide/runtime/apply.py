@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ def apply(
     limits: Limits | None = None,
     verify: bool = False,
     partial: bool = False,
+    learnt: Handle | None = None,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
@@ -51,7 +53,8 @@ def apply(
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
     is slow. ``partial`` says that the model is a part of one, such as a pipeline stage: a pattern that matches nothing
-    here may match elsewhere, so it is named in the receipt and is no error.
+    here may match elsewhere, so it is named in the receipt and is no error. ``learnt`` is a Handle that was at work on
+    the same model: what it has learnt need not be learnt again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
     model as it was.
@@ -65,7 +68,9 @@ def apply(
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
     warn_of_idle_settings(policy)
-    return Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
+    handle = Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
+    handle.start(learnt.kinds if learnt is not None else {})
+    return handle
 
 
 class Handle:
@@ -86,12 +91,22 @@ class Handle:
             layer.register_forward_pre_hook(GatherAgain(index))
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
         ]
-        if any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
-            watched = set()
-            for follower in self.followers:
-                if follower.kind_of not in watched and not follower.compiled:
-                    watched.add(follower.kind_of)
-                    follower.watch()
+
+    def start(self, known: Mapping[Structure, LayerKind]) -> None:
+        """Do what the Policy says where the operators are known; learn those that are not when they next run."""
+        layers = self.policy.layers
+        if not any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in layers):
+            return
+        unknown: set[Structure] = set()
+        for follower in self.followers:
+            kind_of = follower.kind_of
+            if follower.compiled or kind_of in unknown or kind_of in self.kinds:
+                continue
+            if kind_of in known:
+                self._learnt(kind_of, known[kind_of])
+            else:
+                unknown.add(kind_of)
+                follower.watch()
 
     @property
     def unused(self) -> tuple[Unused, ...]:

@@ -26,13 +26,13 @@ def assemble(
     *,
     seconds: Sequence[float] | None,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     name: str,
     layout: Mapping[str, int],
     batch: Mapping[str, int],
 ) -> Trace:
     """The Trace of a recording; ``forward`` and ``backward`` are one, or two runs that did the same."""
-    states = dict(optimizer.state) if optimizer is not None else {}
+    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     count = len(found.kind_of)
     cut = _Cut(forward, backward, seconds, count)
     parts: dict[Part, int] = {}

@@ -7,8 +7,9 @@ the very moment, whoever held it last. What autograd saves goes through hooks.
 
 In forward the recorder wants to see how long the program itself holds a storage, as if nothing were saved. So with fake
 tensors a hook keeps only a tensor's shape, and makes another fake tensor when backward asks for it: one run shows both.
-Real tensors are needed in backward. There, one run saves nothing and shows the forward, and a second one shows the
-backward; both do the same, and the recorder checks that they do.
+Real tensors are needed in backward. They can be held somewhere else meanwhile, such as in the host's memory, and then
+too one run shows both. If they stay where they are, one run saves nothing and shows the forward, and a second one shows
+the backward; both do the same, and the recorder checks that they do.
 
 Where two gradients meet, autograd adds one into the other if nobody else holds it, but not under a mode: then it makes
 a new tensor. The recorder sees that it happens outside of every node, and writes down what would happen without it.
@@ -43,14 +44,18 @@ from lowtide._torch_private import (
 from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import kept_apart
+from lowtide.operators.kept import Held, Hold, kept_apart
 from lowtide.trace.trace import Event, What
 
-__all__ = ["Place", "RecordedKernel", "Recorder", "Storage"]
+__all__ = ["Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
 
 LOSS = "loss"
 """What runs after the layers and is no operator of the model."""
+OCCUPYING = 1 << 20
+"""Bytes of the copy that an idle device is given to do while a kernel that is timed is issued."""
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
+Occasion: TypeAlias = Literal["kernel", "saved", "gradient"]
+"""A kernel is about to run; backward asks for something saved; backward comes to a part."""
 Place: TypeAlias = tuple[Phase, int]
 """Where something happens: the phase, and the part: -1 is before the layers, their number after them."""
 
@@ -81,6 +86,12 @@ class RecordedKernel(NamedTuple):
     time: tuple[Any, Any] | None
     """When it began and ended, where that was asked for."""
 
+    @property
+    def seconds(self) -> float:
+        """How long it took; the device must have come to its end."""
+        begin, end = self.time or (0.0, 0.0)
+        return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
+
 
 @dataclass(slots=True)
 class _Call:
@@ -93,13 +104,18 @@ class _Call:
 class Recorder(TorchDispatchMode):
     """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
 
-    def __init__(self, parts: int, *, keep: bool, imagine: bool, timed: bool = False) -> None:
+    def __init__(self, parts: int, *, hold: Hold | None, timed: bool = False) -> None:
         super().__init__()
-        self.keep = keep
-        """Whether what is saved for backward is held."""
-        self.imagine = imagine
-        """Whether what is not held is made up when backward asks for it."""
+        self.hold = hold
+        """How what is saved for backward is held; None: not at all, and then there is no backward."""
         self.timed = timed
+        self.fillers: dict[torch.Stream, tuple[Tensor, Tensor]] = {}
+        """For each stream that was idle, what it is given to copy."""
+        self.paused = False
+        """Whether what happens now is not to be written down."""
+        self.attend: Callable[[Occasion], None] = lambda occasion: None
+        """Told before a kernel runs and where backward comes to something that was written down: see
+        :mod:`lowtide.trace.phases`."""
         self.streams: dict[Place, list[Event]] = {}
         self.storages: list[Storage] = []
         self.kernels: list[RecordedKernel] = []
@@ -146,6 +162,8 @@ class Recorder(TorchDispatchMode):
 
     def note(self, what: What, number: int) -> None:
         """Something happens here and now."""
+        if self.paused:
+            return
         if self.next is not None and what not in ("free", "done"):
             self.move(*self.next)
         self.events.append((what, number))
@@ -166,8 +184,14 @@ class Recorder(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
             self.references.clear()
+            self.fillers.clear()
 
     # Which operator runs.
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether this is the forward that is written down."""
+        return not self.paused and self.place[0] == "forward"
 
     def call_begins(self, operator: str, given: Any) -> None:
         """A call of an operator begins."""
@@ -231,8 +255,9 @@ class Recorder(TorchDispatchMode):
         if self.quiet or key in self.static:
             return
         if size and not storage.nbytes():
-            self._begun(storage, size)  # another one, as far as memory goes
             self.managed.add(key)
+            if not self.paused:
+                self._begun(storage, size)  # another one, as far as memory goes
         elif not size and storage.nbytes() and number >= 0:
             self._ended(key, number)
 
@@ -240,13 +265,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.quiet:
+        if not self.quiet:
+            self.attend("kernel")
+        if self.quiet or self.paused:
             return func(*args, **kwargs)
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
-        begin = self._now(args, kwargs) if self.timed else None
+        begin = self._begin(args, kwargs) if self.timed else None
         result = func(*args, **kwargs)
-        end = self._now(args, kwargs) if self.timed else None
+        end = self._end(begin) if self.timed else None
         if func.is_view:
             return result
         given, made = tensors_of((args, kwargs)), tensors_of(result)
@@ -283,9 +310,9 @@ class Recorder(TorchDispatchMode):
 
     # Between nodes.
 
-    def follow(self, loss: Tensor) -> None:
-        """Notice when backward is inside a node and when it is between two."""
-        waiting, seen = [loss.grad_fn], set()
+    def follow(self, node: Any) -> None:
+        """Notice, from that node on, when backward is inside a node and when it is between two."""
+        waiting, seen = [node], set()
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
@@ -346,38 +373,78 @@ class Recorder(TorchDispatchMode):
         storage = self.storages[into]
         return storage.made[0] == "backward" and storage.size == self.storages[total].size
 
-    def _now(self, args: Any, kwargs: Any) -> Any:
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+    def take_seed(self) -> list[Event]:
+        """Take back the last that was written down if it made the gradient that a backward begins with.
+
+        That runs before the engine does: it was taken to be of the forward.
+        """
+        if [what for what, _ in self.events[-2:]] != ["make", "run"] or self.kernels[-1].kind != "aten::ones_like":
+            return []
+        taken = self.events[-2:]
+        del self.events[-2:]
+        self.storages[taken[0][1]].made = ("backward", self.last)
+        return taken
+
+    # When.
+
+    def _begin(self, args: Any, kwargs: Any) -> Any:
+        made_on = torch.device(kwargs.get("device") or "cpu")  # what is given nothing says where it makes something
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), made_on)
         if device.type in ("cpu", "meta"):
             return perf_counter()
+        stream = torch.accelerator.current_stream(device)
+        if stream.query():
+            # An idle device would reach the event at once and then wait for the kernel to be issued. See
+            # [Note: behind a copy] in cost/stopwatch.py.
+            self._occupy(stream)
         event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
+        event.record(stream)
         return event
+
+    def _end(self, begin: Any) -> Any:
+        if isinstance(begin, float):
+            return perf_counter()
+        event = torch.Event(begin.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(begin.device))
+        return event
+
+    def _occupy(self, stream: torch.Stream) -> None:
+        self.quiet = True
+        try:
+            if stream not in self.fillers:
+                host = torch.zeros(OCCUPYING, dtype=torch.uint8).pin_memory()
+                self.fillers[stream] = host, torch.zeros(OCCUPYING, dtype=torch.uint8, device=stream.device)
+            host, there = self.fillers[stream]
+            there.copy_(host, non_blocking=True)
+        finally:
+            self.quiet = False
 
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> _Saved:
         """Autograd saves a tensor."""
-        number = len(self.saved)
+        number = len(self.saved) if not self.paused else -1
         movable = tensor.is_floating_point() or tensor.is_complex()
-        parameter = isinstance(tensor, nn.Parameter) or storage_key(tensor) in self.static | self.managed
-        self.saved.append(
-            (-1 if parameter else self.number(tensor), self.place, self.open.operator if self.open else "", movable)
-        )
-        self.note("save", number)
+        key = storage_key(tensor)
+        parameter = isinstance(tensor, nn.Parameter) or key in self.static or key in self.managed
+        if not self.paused:
+            self.saved.append(
+                (-1 if parameter else self.number(tensor), self.place, self.open.operator if self.open else "", movable)
+            )
+            self.note("save", number)
         self.quiet = True
         try:
             if parameter:
                 return _Saved(self, number, kept_apart(tensor).tensor if type(tensor) is Tensor else lambda: tensor)
-            if self.keep:
-                return _Saved(self, number, kept_apart(tensor).tensor)
-            return _Saved(self, number, _imagined(tensor) if self.imagine else None)
+            return _Saved(self, number, self.hold(tensor).tensor if self.hold is not None else None)
         finally:
             self.quiet = False
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Autograd asks for it."""
-        self.note("use", saved.number)
+        if saved.number >= 0:
+            self.attend("saved")
+            self.note("use", saved.number)
         if saved.tensor is None:
             raise RuntimeError("this run saves nothing for backward")
         self.quiet = True
@@ -385,7 +452,7 @@ class Recorder(TorchDispatchMode):
             tensor = saved.tensor()
         finally:
             self.quiet = False
-        number = self.saved[saved.number][0]
+        number = self.saved[saved.number][0] if saved.number >= 0 else -1
         key = storage_key(tensor)
         if number >= 0 and key not in self.known and key not in self.static:
             # A made-up storage stands for the one that was saved, as long as it lives.
@@ -404,18 +471,29 @@ class _Saved:
         self.recorder, self.number, self.tensor = recorder, number, tensor
 
     def __del__(self) -> None:
-        self.recorder.note("done", self.number)
+        if self.number >= 0:
+            self.recorder.note("done", self.number)
 
 
-def _imagined(tensor: Tensor) -> Callable[[], Tensor]:
-    """Makes another fake tensor of the same form."""
+class _Imagined(NamedTuple):
+    """The form of a fake tensor."""
+
+    make: Callable[[], Tensor]
+
+    def tensor(self) -> Tensor:
+        """Another one of the same form."""
+        return self.make()
+
+
+def imagined(tensor: Tensor) -> Held:
+    """Hold only the form of a fake tensor."""
     whole: Subclass | None = taken_apart(tensor)
     if whole is not None:
-        parts = {name: _imagined(part) for name, part in whole.tensors.items()}
+        parts = {name: imagined(part) for name, part in whole.tensors.items()}
         frame = whole._replace(tensors={})
-        return lambda: frame.rebuilt({name: part() for name, part in parts.items()})
+        return _Imagined(lambda: frame.rebuilt({name: part.tensor() for name, part in parts.items()}))
     size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return _Imagined(lambda: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
 _WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
