@@ -16,7 +16,7 @@ from lowtide.errors import ReportError
 from lowtide.plan.plan import Plan
 from lowtide.plan.plan_file import save_plan
 from lowtide.plan.simple import FULL, NOTHING
-from lowtide.report.adapt import adaptive_text
+from lowtide.report.adapt import adaptive_text, print_report, say
 from lowtide.report.adapt_page import MOST_STEPS, adaptive_events, adaptive_figures, adaptive_sentence
 from lowtide.report.page import make_page
 from lowtide.report.run import Run, read_directory
@@ -78,6 +78,14 @@ def test_a_way_that_does_not_fit_is_said_to(plan: Plan) -> None:
     (line,) = (one for one in adaptive_text(plan).splitlines() if one.startswith("Without recompute:"))
     assert line.endswith("does not fit") == (not kept.fits)
     assert "does not fit" in adaptive_text(replace(plan, feasible=False)).split("selective recompute:")[1]
+
+
+def test_a_loop_of_ones_own_hears_of_it_on_standard_error(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    say("step 10: switched")
+    print_report(plan)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lowtide: step 10: switched\n==================== ADAPTIVE-RECOMPUTE Report")
 
 
 def test_a_plan_without_operators_is_told_by_its_policy(plan: Plan) -> None:

@@ -15,7 +15,7 @@ from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
 from lowtide.report.words import decision_kind, held_by_decision
 from lowtide.units import format_bytes, format_seconds
 
-__all__ = ["adaptive_text", "print_adaptive"]
+__all__ = ["adaptive_text", "print_adaptive", "print_report", "say", "strategy"]
 
 _RULE = "=" * 20
 _MOST = 8
@@ -45,6 +45,20 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     console.print(">> final selective strategy <<", soft_wrap=True)
     for line in strategy(plan):
         console.print(line, soft_wrap=True)
+
+
+def print_report(plan: Plan) -> None:
+    """Print it for a person who runs a loop of his own: on standard error, which no program reads."""
+    print_adaptive(plan, _terminal())
+
+
+def say(text: str) -> None:
+    """Print one line of what an adaptive run decides."""
+    _terminal().print(f"lowtide: {text}", soft_wrap=True)
+
+
+def _terminal() -> Console:
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def adaptive_text(plan: Plan, width: int = 110) -> str:
