@@ -141,9 +141,7 @@ class Rescue:
         armed, self._inside, self._spoilt, self._agreed = self.armed, True, False, False
         self.settle()
         if armed:
-            self.book.static = frozenset(
-                storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()]
-            )
+            self.book.static = frozenset(storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()])
             self._enter()
             push_saved_tensors_hooks(self.book.keep, unpack)
             for applied in self._applied:
@@ -274,4 +272,3 @@ class Rescue:
         self.counts.sent_bytes += self.book.sent_bytes
         self.counts.paged_bytes += self.pager.paged_bytes
         self.book.sent_bytes = self.pager.paged_bytes = 0
-

@@ -56,7 +56,7 @@ def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
 def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: torch.device) -> Loop:
     """Everything before the first step, in the process group that there is."""
     check = check_file(file, layer_operators, overrides)
-    run = read_run(check, dist.get_world_size())
+    run = read_run(check, dist.get_world_size(), _device_memory(device))
     assert check.settings is not None
     meshes = make_meshes(run.degrees, device)
     torch.manual_seed(rank_seed(run, meshes))
@@ -70,8 +70,13 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
         checkpoints.close()
         checkpoints, every = _checkpoints(check, options)
     _say(check, run, directory)
-    job = build_job(run, check.settings, check.policy, meshes)
-    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
+    job = build_job(run, check.settings, None if run.adapt else check.policy, meshes)
+    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options, fixed=check.policy)
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """The bytes of the device; None for the host, whose memory is everybody's."""
+    return None if device.type == "cpu" else torch.accelerator.get_memory_info()[1]
 
 
 def _limit_memory(most: int | None, device: torch.device) -> None:
@@ -129,6 +134,8 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
         logger.warning("%s:%d: %s", check.document.name, problem.line, problem.message)
     assert check.settings is not None
     for text in settings_without_effect(check.settings):
+        logger.warning("%s", text)
+    for text in run.warnings:
         logger.warning("%s", text)
     for note in run.notes:
         logger.info("%s", note)
