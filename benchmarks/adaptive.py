@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lowtide.adapt.machine import machine_of
+from lowtide.adapt.machine import link_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -176,7 +176,7 @@ def point(
         wrong += loss != expected[number]
     final = max(event.step for event in run.events if event.kind == "switched")
     rescued = sum(step.rescued for step in run.steps)
-    device, plan = machine_of(torch.device("tide")), run.plan
+    device, plan = link_of(torch.device("tide")), run.plan
     assert plan is not None
     run.remove()
     budget = plan.budget

@@ -121,7 +121,7 @@ class Measuring:
             if collecting:
                 gc.enable()
         if phases.whole:
-            recorder.add_in_place()
+            recorder.change_in_place()
             self.recorded.append(_Recorded(recorder, phases.given))
 
     def trace(self, *, name: str = "") -> Trace:

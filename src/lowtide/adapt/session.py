@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lowtide.adapt.clock import Clock
 from lowtide.adapt.decide import Decided, Situation, decide, safe_policy
 from lowtide.adapt.lengths import Lengths, bucket_of
-from lowtide.adapt.machine import machine_of
+from lowtide.adapt.machine import link_of
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.adapt.ranks import Ranks
 from lowtide.adapt.record import RECORD_FILE, AdaptEvent, AdaptRecord, AdaptStep, Kind, Phase, save_record
@@ -95,7 +95,7 @@ class Adaptive:
         self.settings = settings or AdaptSettings()
         self.fixed, self.layers, self.directory, self.say, self.report = fixed, layers, directory, say, report
         self.clock = Clock(next((one.device for part in parts for one in part.parameters()), torch.device("cpu")))
-        self.machine = machine_of(self.clock.device)
+        self.machine = link_of(self.clock.device)
         self.ranks = Ranks(stage)
         counts = [len(find_layers(part, layers).modules) for part in self.parts]
         self.pipeline = pipeline or even_pipeline(sum(counts))
