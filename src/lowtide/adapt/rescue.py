@@ -141,9 +141,7 @@ class Rescue:
         armed, self._inside, self._spoilt, self._agreed = self.armed, True, False, False
         self.settle()
         if armed:
-            self.book.static = frozenset(
-                storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()]
-            )
+            self.book.static = frozenset(storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()])
             self._enter()
             push_saved_tensors_hooks(self.book.keep, unpack)
             for applied in self._applied:
@@ -187,7 +185,7 @@ class Rescue:
         done = not self.pager.away or self.pager.page_in_all()
         if done and self._entered and not (self._inside and self.armed):
             self._entered = False
-            self._retry.__exit__(None, None, None)
+            self._retry.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return done
 
     def remove(self) -> None:
@@ -268,10 +266,9 @@ class Rescue:
     def _enter(self) -> None:
         if not self._entered:
             self._entered = True
-            self._retry.__enter__()
+            self._retry.__enter__()  # type: ignore[no-untyped-call]
 
     def _collect_counts(self) -> None:
         self.counts.sent_bytes += self.book.sent_bytes
         self.counts.paged_bytes += self.pager.paged_bytes
         self.book.sent_bytes = self.pager.paged_bytes = 0
-
