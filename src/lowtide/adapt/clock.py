@@ -1,4 +1,4 @@
-"""How long a step takes, by the device's own clock and without waiting for it."""
+"""What a step takes of its device: seconds by its own clock, without waiting for it, and memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,18 @@ class Clock:
         if self.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self.device)
 
+    def empty_cache(self) -> None:
+        """Give back what the allocator holds and nobody uses."""
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
     def peak_reserved(self) -> int:
         """The most that the allocator held of the device since; 0 on a CPU, which has no such allocator."""
         return 0 if self.device.type == "cpu" else int(torch.accelerator.max_memory_reserved(self.device))
+
+    def peak_allocated(self) -> int:
+        """The most that was in use of it; 0 on a CPU."""
+        return 0 if self.device.type == "cpu" else int(torch.accelerator.max_memory_allocated(self.device))
 
     def capacity(self) -> int | None:
         """What this process can have of the device: what it holds, and what nobody does."""

@@ -34,8 +34,8 @@ class Situation:
     """Bytes that this process can have of the device, the least of all ranks; None where the device does not say."""
     fixed: Policy | None = None
     """What a person decided."""
-    reserved: int = 0
-    """The most that a step under the safe Policy reserved."""
+    safe_peak: int = 0
+    """The most that was allocated in a step under the safe Policy."""
     lost: int = 0
     """Bytes that were missing since, where allocations failed."""
 
@@ -94,11 +94,15 @@ def decide(situation: Situation, settings: AdaptSettings, progress: Callable[[st
 
 
 def _margin(situation: Situation, safe: Policy) -> int:
-    """What fragmentation took in measured steps beyond what the simulator knows, and what has been missing since."""
+    """What safe steps took beyond what the simulator says of them, and what has been missing since.
+
+    The simulator replays the allocator, so fragmentation is in the plan itself. What was reserved is no measure of it
+    while a run changes its ways: segments of other sizes stay until the device asks for them back.
+    """
     if situation.capacity is None:
         return 0
-    predicted = simulate(situation.trace, safe, situation.device, situation.pipeline).reserved
-    return max(0, situation.reserved - predicted) + SEGMENT + situation.lost
+    predicted = simulate(situation.trace, safe, situation.device, situation.pipeline).peak
+    return max(0, situation.safe_peak - predicted) + SEGMENT + situation.lost
 
 
 def _fixed(fixed: Policy | None) -> Policy | None:

@@ -28,11 +28,16 @@ from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.swap import SwapManager
 
-__all__ = ["Handle", "apply"]
+__all__ = ["Handle", "Structure", "apply", "structure_of"]
 
 Structure: TypeAlias = tuple[tuple[str, type[nn.Module]], ...]
 """The modules of a layer and their classes. Layers alike in that are expected to have the same operators; layers of one
 class need not be alike: some have experts where others have a dense block."""
+
+
+def structure_of(layer: nn.Module) -> Structure:
+    """What a layer is made of."""
+    return tuple((name, type(module)) for name, module in layer.named_modules())
 
 
 def apply(
@@ -43,7 +48,7 @@ def apply(
     limits: Limits | None = None,
     verify: bool = False,
     partial: bool = False,
-    learnt: Handle | None = None,
+    learnt: Mapping[Structure, LayerKind] | None = None,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
@@ -53,8 +58,8 @@ def apply(
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
     is slow. ``partial`` says that the model is a part of one, such as a pipeline stage: a pattern that matches nothing
-    here may match elsewhere, so it is named in the receipt and is no error. ``learnt`` is a Handle that was at work on
-    the same model: what it has learnt need not be learnt again.
+    here may match elsewhere, so it is named in the receipt and is no error. ``learnt`` is what is known
+    of the model's layers, such as the ``kinds`` of a Handle that was at work on it, and need not be learnt again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
     model as it was.
@@ -69,7 +74,7 @@ def apply(
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
     warn_of_idle_settings(policy)
     handle = Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
-    handle.start(learnt.kinds if learnt is not None else {})
+    handle.start(learnt or {})
     return handle
 
 
@@ -177,7 +182,7 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
-        self.kind_of: Structure = tuple((name, type(module)) for name, module in self.layer.named_modules())
+        self.kind_of = structure_of(self.layer)
         """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)

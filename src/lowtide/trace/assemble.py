@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import storage_bytes, storage_key
+from lowtide.operators import observe
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.families import aliases_of
 from lowtide.operators.kinds import LayerKind
@@ -44,7 +46,9 @@ def assemble(
         layers.append(parts.setdefault(part, len(parts)))
     # What is outside the layers is held before them: only the head's own parameters stand behind.
     behind = _static_behind(model, found, states, claimed)
-    before = cut.part(-1, "before", found.root, _static(model, states, claimed))
+    held = _static(model, states, claimed)
+    held = held._replace(buffers=(*held.buffers, *backward.given.values()))
+    before = cut.part(-1, "before", found.root, held)
     after = cut.part(count, "after", found.root, behind)
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     return Trace(
@@ -213,18 +217,44 @@ class _Cut:
 
     def _packs(self, numbers: _Numbers, kind: LayerKind | None) -> list[Pack]:
         saved = [self.recorded.saved[number] for number in numbers.packs]
-        if kind is not None and len(kind.packs) == len(saved):
-            return [
-                Pack(
-                    numbers.values.get(number, -1), pack.operator, pack.owner, pack.source, position,
-                    pack.movable, pack.cast, pack.by_node,
-                )
-                for (number, *_), pack, position in zip(saved, kind.packs, kind.positions, strict=True)
-            ]  # fmt: skip
+        known = _matched(kind, [operator for _, _, operator, _ in saved]) if kind is not None else [None] * len(saved)
         return [
-            Pack(numbers.values.get(number, -1), operator, "", "root" if number >= 0 else "static", 0, movable)
-            for number, _, operator, movable in saved
-        ]
+            Pack(
+                numbers.values.get(number, -1), found.pack.operator, found.pack.owner, found.pack.source,
+                found.position, found.pack.movable, found.pack.cast, found.pack.by_node,
+            )
+            if found is not None
+            else Pack(numbers.values.get(number, -1), operator, "", "root" if number >= 0 else "static", 0, movable)
+            for (number, _, operator, movable), found in zip(saved, known, strict=True)
+        ]  # fmt: skip
+
+
+class _Known(NamedTuple):
+    """What the survey knows of a tensor that is saved."""
+
+    pack: observe.Pack
+    position: int
+
+
+def _matched(kind: LayerKind, operators: Sequence[str]) -> list[_Known | None]:
+    """For each tensor that was saved, by which operator, what the survey knows of it.
+
+    As a rule the layer saved the same in both runs. Where its way depends on values, as with experts that got no token
+    in one of them, an operator is taken to save again what it saved then, from the first on.
+    """
+    everything = [_Known(*one) for one in zip(kind.packs, kind.positions, strict=True)]
+    if len(everything) == len(operators):
+        return list(everything)
+    by_operator: dict[str, list[_Known]] = {}
+    for one in everything:
+        by_operator.setdefault(one.pack.operator, []).append(one)
+    turns: Counter[str] = Counter()
+    result: list[_Known | None] = []
+    for operator in operators:
+        known = by_operator.get(operator, ())
+        result.append(known[turns[operator] % len(known)] if known else None)
+        turns[operator] += 1
+    return result
 
 
 class _Numbers:

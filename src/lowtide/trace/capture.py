@@ -114,7 +114,7 @@ class _Runs:
                 self.optimizer.step()
             recorder.move("optimizer", 1)
             del loss
-        recorder.add_in_place()
+        recorder.change_in_place()
         return recorder
 
     @contextmanager

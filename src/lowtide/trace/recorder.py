@@ -11,8 +11,11 @@ Real tensors are needed in backward. They can be held somewhere else meanwhile, 
 too one run shows both. If they stay where they are, one run saves nothing and shows the forward, and a second one shows
 the backward; both do the same, and the recorder checks that they do.
 
-Where two gradients meet, autograd adds one into the other if nobody else holds it, but not under a mode: then it makes
-a new tensor. The recorder sees that it happens outside of every node, and writes down what would happen without it.
+Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
+it makes a new tensor. The recorder sees that it happens outside of every node, and writes down what would happen
+without it. A first one that is a view, as a linear layer gives for a batch of sequences, holds its base, and a subclass
+is never added to: there autograd makes a new tensor in any case. Some nodes fill zeros with what they were given, and
+under a mode they make a new tensor too.
 
 Sharded parameters are freed by resizing their storage, which is no kernel: the method is replaced while we listen.
 """
@@ -126,6 +129,8 @@ class Recorder(TorchDispatchMode):
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
         """The keys of storages that were there before: parameters, buffers, optimizer states."""
+        self.given: dict[int, int] = {}
+        """The sizes of other storages that were there before and still are: the batch."""
         self.result = -1
         """The storage of the model's own output."""
         self.managed: set[int] = set()
@@ -141,8 +146,10 @@ class Recorder(TorchDispatchMode):
         self.quiet = False
         self.meeting = False
         """Whether backward runs between two nodes, where gradients meet."""
-        self.sums: dict[int, tuple[int, int, int]] = {}
-        """For each kernel that adds two gradients: both storages, and that of the sum."""
+        self.wrapped = False
+        """Whether what runs next is done for a subclass."""
+        self.into: dict[int, tuple[int, int]] = {}
+        """For each kernel that would be done in place without a mode: where, and the storage that it made instead."""
         self.events: list[Event] = []
         self.place: Place = ("forward", -1)
         self.next: Place | None = None
@@ -233,6 +240,15 @@ class Recorder(TorchDispatchMode):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
 
+    def _was_there(self, tensor: Tensor) -> None:
+        """If nobody knows a storage, somebody outside holds it; unless it ends here, it stays over the step."""
+        storage = inner_tensor(tensor).untyped_storage()
+        key = storage._cdata
+        if key in self.known or key in self.static or key in self.given or (tensor.is_cpu and tensor.dim() == 0):
+            return
+        self.given[key] = storage.nbytes()
+        self.references[key] = weakref.ref(storage, lambda _: self.given.pop(key, None))
+
     def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
         if self.next is not None:
             self.move(*self.next)
@@ -270,7 +286,9 @@ class Recorder(TorchDispatchMode):
         if self.quiet or self.paused:
             return func(*args, **kwargs)
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
+            self.wrapped = True
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
+        wrapped, self.wrapped = self.wrapped, False
         begin = self._begin(args, kwargs) if self.timed else None
         result = func(*args, **kwargs)
         end = self._end(begin) if self.timed else None
@@ -279,6 +297,8 @@ class Recorder(TorchDispatchMode):
         given, made = tensors_of((args, kwargs)), tensors_of(result)
         changed = tensors_of(written_arguments(func, args, kwargs))
         before = {storage_key(tensor) for tensor in given}
+        for tensor in given:
+            self._was_there(tensor)
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
         for tensor in made:
             self.learn(tensor)
@@ -302,8 +322,9 @@ class Recorder(TorchDispatchMode):
             message,
             (begin, end) if self.timed else None,
         )
-        if self.meeting and kernel.kind == "aten::add" and len(given) == 2:
-            self.sums[len(self.kernels)] = (self.number(given[0]), self.number(given[1]), self.number(made[0]))
+        adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped
+        if (adds and not given[0]._is_view()) or (not self.meeting and kernel.kind in _FILLING):
+            self.into[len(self.kernels)] = (self.number(given[0]), self.number(made[0]))
         self.note("run", len(self.kernels))
         self.kernels.append(kernel)
         return result
@@ -328,8 +349,8 @@ class Recorder(TorchDispatchMode):
     def _leave_node(self, *_: Any) -> None:
         self.meeting = True
 
-    def add_in_place(self) -> None:
-        """Write sums of gradients as autograd makes them where no mode is: into one of the two."""
+    def change_in_place(self) -> None:
+        """Write what backward does as it is where no mode is: in place, where nobody else holds what is changed."""
         same: dict[int, int] = {}
 
         def now(number: int) -> int:
@@ -345,20 +366,19 @@ class Recorder(TorchDispatchMode):
             for at, (what, number) in enumerate(events):
                 if (at, number) in skip:
                     continue
-                if what == "run" and number in self.sums:
-                    one, other, total = self.sums[number]
+                if what == "run" and number in self.into:
+                    into, total = now(self.into[number][0]), self.into[number][1]
                     freed = {}
                     for after in range(at + 1, len(events)):
                         if events[after][0] != "free":
                             break
                         freed[now(events[after][1])] = (after, events[after][1])
-                    into = next((now(side) for side in (one, other) if side >= 0 and now(side) in freed), None)
-                    if into is not None and self._is_plain(into, total):
+                    if into in freed and self._is_plain(into, total):
                         skip.add(freed[into])
                         kept.remove(("make", total))
                         same[total] = into
                         kernel = self.kernels[number]
-                        self.kernels[number] = kernel._replace(kind="aten::add_", writes=(into,))
+                        self.kernels[number] = kernel._replace(kind=f"{kernel.kind}_", writes=(into,))
                 kept.append((what, now(number) if what in ("make", "free") else number))
             self.streams[place] = kept
         self.kernels = [
@@ -369,7 +389,7 @@ class Recorder(TorchDispatchMode):
         self.passed_back = {part: now(number) for part, number in self.passed_back.items()}
 
     def _is_plain(self, into: int, total: int) -> bool:
-        """Whether a gradient can be added to: it was made in backward, and is as large as the sum."""
+        """Whether a storage can be changed: it was made in backward, and is as large as the result."""
         storage = self.storages[into]
         return storage.made[0] == "backward" and storage.size == self.storages[total].size
 
@@ -501,6 +521,9 @@ _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",
 }  # fmt: skip
+
+_FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}
+"""What a node fills zeros with."""
 
 
 def _bytes(tensor: Tensor) -> int:
