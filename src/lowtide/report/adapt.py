@@ -18,6 +18,8 @@ from lowtide.units import format_bytes, format_seconds
 __all__ = ["adaptive_text", "print_adaptive", "print_report", "say", "strategy"]
 
 _RULE = "=" * 20
+_UNBOUNDED = 1 << 60
+"""A budget of so many bytes is none: the device does not say what it has."""
 _MOST = 8
 """Lines of the strategy; further ways of treating a layer are counted."""
 _NAMED = 4
@@ -41,7 +43,8 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     fits = "" if plan.feasible else "does not fit"
     table.add_row("With selective recompute:", *_cells(plan.simulation, slowest), fits, style="bold")
     console.print(table)
-    console.print(f"budget {format_bytes(plan.budget)}; predicted from what was measured", soft_wrap=True)
+    budget = f"budget {format_bytes(plan.budget)}" if plan.budget < _UNBOUNDED else "no budget"
+    console.print(f"{budget}; predicted from what was measured", soft_wrap=True)
     console.print(">> final selective strategy <<", soft_wrap=True)
     for line in strategy(plan):
         console.print(line, soft_wrap=True)

@@ -16,6 +16,8 @@ MOST_STEPS = 2000
 """Points of a picture; of more steps the one that reserved most is shown for each few."""
 MOST_EVENTS = 40
 """Events that are listed; further ones are counted."""
+MOST_LABELS = 6
+"""Switches that are named in a picture; all have a line."""
 _WORDS = {
     "measured": "measured",
     "planned": "planned",
@@ -25,7 +27,7 @@ _WORDS = {
     "replanned": "new plan",
     "warned": "note",
 }
-_COLOURS = {"measuring": "@compute", "planned": "@keep"}
+_COLOURS = {"measuring": "@recompute", "planned": "@swap"}
 _NAMES = {"measuring": "measuring, under the safe policy", "planned": "under the plan"}
 
 
@@ -123,7 +125,7 @@ def _figure(
                 "hovertemplate": f"step %{{x}}: %{{y}} {scale.unit}, %{{text}}<extra></extra>",
             }
         )
-    marks = [event for event in record.events if event.kind in ("switched", "replanned")][:MOST_EVENTS]
+    switches = [event.step + 0.5 for event in record.events if event.kind == "switched"]
     return {
         "data": traces,
         "layout": {
@@ -136,35 +138,34 @@ def _figure(
                 "nticks": 6,
                 "rangemode": "tozero",
             },
-            "shapes": [_upright(event.step + 0.5, replanned=event.kind == "replanned") for event in marks],
-            "annotations": [],
+            "shapes": [_upright(at) for at in switches[:MOST_EVENTS]],
+            "annotations": [
+                _named(at, "switch" if place == 0 else "new plan") for place, at in enumerate(switches[:MOST_LABELS])
+            ],
         },
         "narrow": {"xaxis.nticks": 5, "yaxis.title.text": ""},
     }
 
 
-def _upright(at: float, *, replanned: bool) -> Figure:
-    """A line between two steps: the switch, or another plan."""
-    return {
-        "type": "line",
-        "xref": "x",
-        "yref": "paper",
-        "x0": at,
-        "x1": at,
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": "@recompute" if replanned else "@swap", "width": 1.5, "dash": "dot"},
-    }
+def _upright(at: float) -> Figure:
+    """A line between two steps, where another Policy was put to work."""
+    line = {"color": "@ink", "width": 1, "dash": "dot"}
+    return {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1, "line": line}
+
+
+def _named(at: float, name: str) -> Figure:
+    text = {"showarrow": False, "font": {"color": "@muted"}, "xanchor": "left", "yanchor": "bottom"}
+    return {**text, "xref": "x", "x": at, "yref": "paper", "y": 0, "text": name}
 
 
 def _level(figure: Figure, name: str, size: int, scale: Scale, *, drawn: bool) -> None:
     """A line across the picture for what a device has or a plan may fill; only said where it would be far above."""
     at = short(size / scale.size)
-    colour = "@alarm" if name == "capacity" else "@swap"
+    colour = "@alarm" if name == "capacity" else "@keep"
     layout = figure["layout"]
     text = {"showarrow": False, "font": {"color": f"{colour}-text"}, "xref": "paper", "x": 1, "xanchor": "right"}
     if not drawn:
-        said = sum(one.get("yref") == "paper" for one in layout["annotations"])
+        said = sum("far above" in one["text"] for one in layout["annotations"])
         label = f"{name} {format_bytes(size)} is far above"
         layout["annotations"].append({**text, "yref": "paper", "y": 1 - 0.08 * said, "text": label})
         return
