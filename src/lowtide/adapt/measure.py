@@ -27,7 +27,7 @@ from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import Survey, surveying
 from lowtide.trace.assemble import assemble
 from lowtide.trace.phases import Phases
-from lowtide.trace.places import places
+from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import RecordedKernel, Recorder
 from lowtide.trace.trace import Trace
 
@@ -89,7 +89,7 @@ class Measuring:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         layers = find_layers(self.model, self.layers).modules
-        recorder = Recorder(len(layers), hold=HostCopies().hold, timed=True)
+        recorder = Recorder(len(layers), hold=HostCopies().hold, device=device_of(self.model), timed=True)
         phases = Phases(self.model, self.optimizers, recorder, last=self.last)
         collecting = gc.isenabled()
         gc.collect()

@@ -52,7 +52,6 @@ def assemble(
     behind = _static_behind(model, found, states, claimed)
     before = cut.part(-1, "before", found.root, _static(model, states, claimed))
     after = cut.part(count, "after", found.root, behind)
-    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     return Trace(
         model=name,
         parts=tuple(map(_typical, parts.values())),
@@ -62,7 +61,7 @@ def assemble(
         optimizer=cut.optimizer(),
         layout=layout,
         batch=batch,
-        device=device,
+        device=backward.device,
         measured=seconds is not None,
     )
 
@@ -70,10 +69,10 @@ def assemble(
 def _typical(parts: Sequence[Part]) -> Part:
     """Layers that do the same as one; of each kernel the median time."""
     first = parts[0]
-    if any(kernel.seconds is None for kernel in first.kernels):
-        return first
-    rows = zip(*(part.kernels for part in parts), strict=True)
-    kernels = [same[0]._replace(seconds=median(kernel.seconds or 0.0 for kernel in same)) for same in rows]
+    kernels = []
+    for same in zip(*(part.kernels for part in parts), strict=True):
+        seconds = [kernel.seconds for kernel in same if kernel.seconds is not None]
+        kernels.append(same[0]._replace(seconds=median(seconds) if seconds else None))
     return replace(first, kernels=tuple(kernels))
 
 
@@ -217,7 +216,8 @@ class _Cut:
             numbers.local(one.writes),
             one.ranks,
             one.message,
-            self.seconds[number] if self.seconds is not None else None,
+            # What events around a collective show is not how long it takes: it runs on a stream of its own.
+            self.seconds[number] if self.seconds is not None and not one.ranks else None,
         )
 
     def _calls(self, numbers: _Numbers, kind: LayerKind) -> tuple[Call, ...]:

@@ -104,8 +104,11 @@ class _Call:
 class Recorder(TorchDispatchMode):
     """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
 
-    def __init__(self, parts: int, *, hold: Hold | None, timed: bool = False) -> None:
+    def __init__(self, parts: int, *, hold: Hold | None, device: str = "cpu", timed: bool = False) -> None:
         super().__init__()
+        self.device = device
+        """The kind of device that is looked at: what another one, such as the host beside it, holds and does is not
+        written down."""
         self.hold = hold
         """How what is saved for backward is held; None: not at all, and then there is no backward."""
         self.timed = timed
@@ -229,9 +232,12 @@ class Recorder(TorchDispatchMode):
         plain = inner_tensor(tensor)
         storage = plain.untyped_storage()
         key = storage._cdata
-        if key in self.known or key in self.static:
+        if key in self.known or key in self.static or not self._is_here(plain):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type in (self.device, "meta")
 
     def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
         if self.next is not None:
@@ -280,6 +286,8 @@ class Recorder(TorchDispatchMode):
         changed = tensors_of(written_arguments(func, args, kwargs))
         before = {storage_key(tensor) for tensor in given}
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
+        if not any(map(self._is_here, [*given, *made])):
+            return result
         for tensor in made:
             self.learn(tensor)
         ranks, message = _communication(func, args, kwargs, [*given, *made])
