@@ -29,6 +29,7 @@ from lowtide.trace.assemble import assemble
 from lowtide.trace.phases import Phases
 from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import RecordedKernel, Recorder
+from lowtide.trace.sums import add_in_place
 from lowtide.trace.trace import Trace
 
 __all__ = ["TIMED_STEPS", "Measuring"]
@@ -101,7 +102,7 @@ class Measuring:
             if collecting:
                 gc.enable()
         if phases.whole:
-            recorder.add_in_place()
+            add_in_place(recorder)
             self.recorded.append(_Recorded(recorder, phases.given))
 
     def trace(self, *, name: str = "") -> Trace:

@@ -20,6 +20,7 @@ from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
 from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import Recorder, imagined
+from lowtide.trace.sums import add_in_place
 from lowtide.trace.trace import Trace
 
 __all__ = ["capture"]
@@ -115,7 +116,7 @@ class _Runs:
                 self.optimizer.step()
             recorder.move("optimizer", 1)
             del loss
-        recorder.add_in_place()
+        add_in_place(recorder)
         return recorder
 
     @contextmanager
