@@ -15,7 +15,7 @@ import tide
 from lowtide._torch_private import inner_tensor
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.policy import LayerPolicy, Policy
-from lowtide.train.traced import TracedRank
+from lowtide.train.traced import TracedRank, _groups
 from predicted_ranks import _autocast, _built, _step_of
 
 __all__ = ["Shown", "measured_trace"]
@@ -44,7 +44,7 @@ def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, M
     device, stages = torch.device("tide", 0), rank.degrees.pipeline
     model, handle = _built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), device)
     handle.remove()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(_groups(model), fused=True)
     step = _step_of(model, rank, device)
     last = stages == 1 or dist.get_rank() == stages - 1
     measuring = Measuring(model, optimizers=[optimizer], layers="layers", last=last)
