@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,50 +15,50 @@ import tide
 from lowtide._torch_private import inner_tensor
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.policy import LayerPolicy, Policy
-from lowtide.train.traced import TracedRank
+from lowtide.train.traced import TracedRank, _groups
 from predicted_ranks import _autocast, _built, _step_of
 
-__all__ = ["measured_trace"]
+__all__ = ["Shown", "measured_trace"]
 
 
-def measured_trace(rank: TracedRank) -> tuple[str, bool, float, int]:
-    """This rank's Trace as JSON, whether looking on changed no bit, and the seconds and the peak of a plain step."""
+class Shown(NamedTuple):
+    """What a rank showed."""
+
+    trace: str
+    """Its Trace as JSON."""
+    same: bool
+    """Whether looking on changed no bit of its parameters."""
+    seconds: float
+    """Of a step on which nobody looks on."""
+
+
+def measured_trace(rank: TracedRank) -> Shown:
+    """Train twice on this rank, the second time looked on."""
     tide.configure(poison=False)
-    plain, seconds, peak = _trained(rank, None)
-    measurings: list[Measuring] = []
-    watched, _, _ = _trained(rank, measurings)
-    same = all(map(torch.equal, plain, watched))
-    import json
-
-    return json.dumps(measurings[0].trace().as_json()), same, seconds, peak
+    plain, seconds, _ = _trained(rank, watched=False)
+    watched, _, measuring = _trained(rank, watched=True)
+    return Shown(json.dumps(measuring.trace().as_json()), all(map(torch.equal, plain, watched)), seconds)
 
 
-def _trained(rank: TracedRank, measurings: list[Measuring] | None) -> tuple[list[Tensor], float, int]:
-    device = torch.device("tide", 0)
-    layers = rank.shape.num_layers
-    model, handle = _built(rank, Policy((LayerPolicy(),) * layers), device)
+def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, Measuring]:
+    device, stages = torch.device("tide", 0), rank.degrees.pipeline
+    model, handle = _built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), device)
     handle.remove()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(_groups(model), fused=True)
     step = _step_of(model, rank, device)
-    stages = rank.degrees.pipeline
-    measuring = Measuring(
-        model, optimizers=[optimizer], layers="layers", last=dist.get_rank() == stages - 1 or stages == 1
-    )
+    last = stages == 1 or dist.get_rank() == stages - 1
+    measuring = Measuring(model, optimizers=[optimizer], layers="layers", last=last)
     gc.collect()
-    seconds = 0.0
+    begin = 0
     for _ in range(TIMED_STEPS + 1):
         torch.accelerator.synchronize()
         dist.barrier()
-        torch.accelerator.reset_peak_memory_stats()
         begin = tide.now()
-        with measuring.step() if measurings is not None else nullcontext():
+        with measuring.step() if watched else nullcontext():
             with _autocast(rank, device):
                 step()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        torch.accelerator.synchronize()
-        seconds = (tide.now() - begin) / 1e9
-    if measurings is not None:
-        measurings.append(measuring)
-    peak = torch.accelerator.max_memory_allocated()
-    return [inner_tensor(parameter.detach()).cpu().clone() for parameter in model.parameters()], seconds, peak
+    torch.accelerator.synchronize()
+    seconds = (tide.now() - begin) / 1e9
+    return [inner_tensor(parameter.detach()).cpu().clone() for parameter in model.parameters()], seconds, measuring

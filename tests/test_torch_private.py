@@ -23,6 +23,7 @@ from lowtide._torch_private import (
     autocast_state,
     compiled_call,
     current_backward,
+    current_node,
     exchange_rows,
     function_modes,
     held_indices,
@@ -200,6 +201,25 @@ def test_a_callback_runs_at_the_end_of_the_backward_that_queued_it() -> None:
     loss.backward()
     assert seen[0] == seen[1] >= 0
     assert seen[2:] == ["end", "end"]
+
+
+def test_the_node_that_runs_is_known_while_its_gradient_is_added_to_another() -> None:
+    seen: list[Any] = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "aten::add":
+                seen.append(current_node())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    first, second = x.sin(), x.cos()
+    loss = (first * second).sum()
+    with Sums():
+        loss.backward()
+    assert len(seen) == 1  # between two nodes, and yet the one before is named
+    assert seen[0] in (first.grad_fn, second.grad_fn)
+    assert current_node() is None
 
 
 def test_autocast_can_be_set_as_it_was() -> None:

@@ -28,8 +28,9 @@ from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import Survey, surveying
 from lowtide.runtime.apply import Structure, structure_of
 from lowtide.trace.assemble import assemble
+from lowtide.trace.in_place import change_in_place
 from lowtide.trace.phases import Phases
-from lowtide.trace.places import places
+from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import RecordedKernel, Recorder
 from lowtide.trace.trace import Trace
 
@@ -109,7 +110,7 @@ class Measuring:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         layers = find_layers(self.model, self.layers).modules
-        recorder = Recorder(len(layers), hold=HostCopies().hold, timed=True)
+        recorder = Recorder(len(layers), hold=HostCopies().hold, device=device_of(self.model), timed=True)
         phases = Phases(self.model, self.optimizers, recorder, last=self.last)
         collecting = gc.isenabled()
         gc.collect()
@@ -121,7 +122,7 @@ class Measuring:
             if collecting:
                 gc.enable()
         if phases.whole:
-            recorder.change_in_place()
+            change_in_place(recorder)
             self.recorded.append(_Recorded(recorder, phases.given))
 
     def trace(self, *, name: str = "") -> Trace:

@@ -54,7 +54,6 @@ def assemble(
     held = held._replace(buffers=(*held.buffers, *backward.given.values()))
     before = cut.part(-1, "before", found.root, held)
     after = cut.part(count, "after", found.root, behind)
-    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     return Trace(
         model=name,
         parts=tuple(map(_typical, parts.values())),
@@ -64,7 +63,7 @@ def assemble(
         optimizer=cut.optimizer(),
         layout=layout,
         batch=batch,
-        device=device,
+        device=backward.device,
         measured=seconds is not None,
     )
 
@@ -72,10 +71,10 @@ def assemble(
 def _typical(parts: Sequence[Part]) -> Part:
     """Layers that do the same as one; of each kernel the median time."""
     first = parts[0]
-    if any(kernel.seconds is None for kernel in first.kernels):
-        return first
-    rows = zip(*(part.kernels for part in parts), strict=True)
-    kernels = [same[0]._replace(seconds=median(kernel.seconds or 0.0 for kernel in same)) for same in rows]
+    kernels = []
+    for same in zip(*(part.kernels for part in parts), strict=True):
+        seconds = [kernel.seconds for kernel in same if kernel.seconds is not None]
+        kernels.append(same[0]._replace(seconds=median(seconds) if seconds else None))
     return replace(first, kernels=tuple(kernels))
 
 
@@ -219,7 +218,8 @@ class _Cut:
             numbers.local(one.writes),
             one.ranks,
             one.message,
-            self.seconds[number] if self.seconds is not None else None,
+            # What events around a collective show is not how long it takes: it runs on a stream of its own.
+            self.seconds[number] if self.seconds is not None and not one.ranks else None,
         )
 
     def _calls(self, numbers: _Numbers, kind: LayerKind) -> tuple[Call, ...]:

@@ -18,7 +18,8 @@ from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
-from lowtide.trace.places import places
+from lowtide.trace.in_place import change_in_place
+from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import Recorder, imagined
 from lowtide.trace.trace import Trace
 
@@ -89,10 +90,11 @@ class _Runs:
     ) -> None:
         self.model, self.run, self.optimizer = model, run, optimizer
         self.layers: Sequence[nn.Module] = find_layers(model, layers).modules
+        self.device = device_of(model)
 
     def forward(self) -> Recorder:
         """A forward of which nothing is held."""
-        with self._recorded(Recorder(len(self.layers), hold=None)) as recorder:
+        with self._recorded(Recorder(len(self.layers), hold=None, device=self.device)) as recorder:
             loss = self.run()
             recorder.move("optimizer", 1)  # that its graph ends now is of no interest
             del loss
@@ -100,7 +102,7 @@ class _Runs:
 
     def whole(self, hold: Hold, *, timed: bool = False) -> Recorder:
         """A forward and a backward, and the optimizer's step."""
-        recorder = Recorder(len(self.layers), hold=hold, timed=timed)
+        recorder = Recorder(len(self.layers), hold=hold, device=self.device, timed=timed)
         with self._recorded(recorder):
             loss = self.run()
             recorder.follow(loss.grad_fn)
@@ -114,7 +116,7 @@ class _Runs:
                 self.optimizer.step()
             recorder.move("optimizer", 1)
             del loss
-        recorder.change_in_place()
+        change_in_place(recorder)
         return recorder
 
     @contextmanager

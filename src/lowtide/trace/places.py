@@ -12,7 +12,12 @@ from lowtide._torch_private import DisableTorchFunction
 from lowtide.operators.calls import CallTracker, tensors_of
 from lowtide.trace.recorder import Recorder
 
-__all__ = ["places"]
+__all__ = ["device_of", "places"]
+
+
+def device_of(model: nn.Module) -> str:
+    """The kind of device that a model is on."""
+    return next((tensor.device.type for tensor in model.parameters()), "cpu")
 
 
 @contextmanager

@@ -12,10 +12,7 @@ too one run shows both. If they stay where they are, one run saves nothing and s
 the backward; both do the same, and the recorder checks that they do.
 
 Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
-it makes a new tensor. The recorder sees that it happens outside of every node, and writes down what would happen
-without it. A first one that is a view, as a linear layer gives for a batch of sequences, holds its base, and a subclass
-is never added to: there autograd makes a new tensor in any case. Some nodes fill zeros with what they were given, and
-under a mode they make a new tensor too.
+it makes a new tensor. The recorder sees that it happens outside of every node; see :mod:`lowtide.trace.in_place`.
 
 Sharded parameters are freed by resizing their storage, which is no kernel: the method is replaced while we listen.
 """
@@ -24,9 +21,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -37,7 +33,6 @@ from lowtide._torch_private import (
     Subclass,
     TorchDispatchMode,
     backward_node_number,
-    group_named,
     inner_tensor,
     node_number,
     storage_key,
@@ -48,14 +43,14 @@ from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kept import Held, Hold, kept_apart
+from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
+from lowtide.trace.traffic import bytes_read, communication, computed_in
 
 __all__ = ["Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
 
 LOSS = "loss"
 """What runs after the layers and is no operator of the model."""
-OCCUPYING = 1 << 20
-"""Bytes of the copy that an idle device is given to do while a kernel that is timed is issued."""
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Occasion: TypeAlias = Literal["kernel", "saved", "gradient"]
 """A kernel is about to run; backward asks for something saved; backward comes to a part."""
@@ -107,13 +102,14 @@ class _Call:
 class Recorder(TorchDispatchMode):
     """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
 
-    def __init__(self, parts: int, *, hold: Hold | None, timed: bool = False) -> None:
+    def __init__(self, parts: int, *, hold: Hold | None, device: str = "cpu", timed: bool = False) -> None:
         super().__init__()
+        self.device = device
+        """The kind of device that is looked at: what another one, such as the host beside it, holds and does is not
+        written down."""
         self.hold = hold
         """How what is saved for backward is held; None: not at all, and then there is no backward."""
-        self.timed = timed
-        self.fillers: dict[torch.Stream, tuple[Tensor, Tensor]] = {}
-        """For each stream that was idle, what it is given to copy."""
+        self.clock = Clock() if timed else None
         self.paused = False
         """Whether what happens now is not to be written down."""
         self.attend: Callable[[Occasion], None] = lambda occasion: None
@@ -191,7 +187,8 @@ class Recorder(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
             self.references.clear()
-            self.fillers.clear()
+            if self.clock is not None:
+                self.clock.close()
 
     # Which operator runs.
 
@@ -236,7 +233,7 @@ class Recorder(TorchDispatchMode):
         plain = inner_tensor(tensor)
         storage = plain.untyped_storage()
         key = storage._cdata
-        if key in self.known or key in self.static:
+        if key in self.known or key in self.static or not self._is_here(plain):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
 
@@ -244,10 +241,14 @@ class Recorder(TorchDispatchMode):
         """If nobody knows a storage, somebody outside holds it; unless it ends here, it stays over the step."""
         storage = inner_tensor(tensor).untyped_storage()
         key = storage._cdata
-        if key in self.known or key in self.static or key in self.given or (tensor.is_cpu and tensor.dim() == 0):
+        known = key in self.known or key in self.static or key in self.given
+        if known or not self._is_here(tensor) or (tensor.is_cpu and tensor.dim() == 0):
             return
         self.given[key] = storage.nbytes()
         self.references[key] = weakref.ref(storage, lambda _: self.given.pop(key, None))
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type in (self.device, "meta")
 
     def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
         if self.next is not None:
@@ -289,9 +290,9 @@ class Recorder(TorchDispatchMode):
             self.wrapped = True
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
         wrapped, self.wrapped = self.wrapped, False
-        begin = self._begin(args, kwargs) if self.timed else None
+        begin = self.clock.begin(args, kwargs) if self.clock is not None else None
         result = func(*args, **kwargs)
-        end = self._end(begin) if self.timed else None
+        end = self.clock.end(begin) if self.clock is not None else None
         if func.is_view:
             return result
         given, made = tensors_of((args, kwargs)), tensors_of(result)
@@ -300,9 +301,11 @@ class Recorder(TorchDispatchMode):
         for tensor in given:
             self._was_there(tensor)
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
+        if not any(map(self._is_here, [*given, *made])):
+            return result
         for tensor in made:
             self.learn(tensor)
-        ranks, message = _communication(func, args, kwargs, [*given, *made])
+        ranks, message = communication(func, args, kwargs, [*given, *made])
         if ranks:
             changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
@@ -312,15 +315,15 @@ class Recorder(TorchDispatchMode):
         kernel = RecordedKernel(
             func._schema.name,
             self.operator,
-            _dtype(given or made),
+            computed_in(given or made),
             kernel_flops(func._schema.name, args, kwargs, result),
-            sum(map(_bytes, given)) + sum(map(_bytes, fresh)),
+            sum(map(bytes_read, given)) + sum(map(bytes_read, fresh)),
             "" if ranks else shape_text(args, kwargs),
             reads,
             tuple(number for number in writes if number >= 0),
             ranks,
             message,
-            (begin, end) if self.timed else None,
+            (begin, end) if self.clock is not None else None,
         )
         adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped
         if (adds and not given[0]._is_view()) or (not self.meeting and kernel.kind in _FILLING):
@@ -349,50 +352,6 @@ class Recorder(TorchDispatchMode):
     def _leave_node(self, *_: Any) -> None:
         self.meeting = True
 
-    def change_in_place(self) -> None:
-        """Write what backward does as it is where no mode is: in place, where nobody else holds what is changed."""
-        same: dict[int, int] = {}
-
-        def now(number: int) -> int:
-            while number in same:
-                number = same[number]
-            return number
-
-        for place, events in self.streams.items():
-            if place[0] != "backward":
-                continue
-            kept: list[Event] = []
-            skip: set[tuple[int, int]] = set()
-            for at, (what, number) in enumerate(events):
-                if (at, number) in skip:
-                    continue
-                if what == "run" and number in self.into:
-                    into, total = now(self.into[number][0]), self.into[number][1]
-                    freed = {}
-                    for after in range(at + 1, len(events)):
-                        if events[after][0] != "free":
-                            break
-                        freed[now(events[after][1])] = (after, events[after][1])
-                    if into in freed and self._is_plain(into, total):
-                        skip.add(freed[into])
-                        kept.remove(("make", total))
-                        same[total] = into
-                        kernel = self.kernels[number]
-                        self.kernels[number] = kernel._replace(kind=f"{kernel.kind}_", writes=(into,))
-                kept.append((what, now(number) if what in ("make", "free") else number))
-            self.streams[place] = kept
-        self.kernels = [
-            kernel._replace(reads=tuple(map(now, kernel.reads)), writes=tuple(map(now, kernel.writes)))
-            for kernel in self.kernels
-        ]
-        self.gradients = set(map(now, self.gradients))
-        self.passed_back = {part: now(number) for part, number in self.passed_back.items()}
-
-    def _is_plain(self, into: int, total: int) -> bool:
-        """Whether a storage can be changed: it was made in backward, and is as large as the result."""
-        storage = self.storages[into]
-        return storage.made[0] == "backward" and storage.size == self.storages[total].size
-
     def take_seed(self) -> list[Event]:
         """Take back the last that was written down if it made the gradient that a backward begins with.
 
@@ -404,40 +363,6 @@ class Recorder(TorchDispatchMode):
         del self.events[-2:]
         self.storages[taken[0][1]].made = ("backward", self.last)
         return taken
-
-    # When.
-
-    def _begin(self, args: Any, kwargs: Any) -> Any:
-        made_on = torch.device(kwargs.get("device") or "cpu")  # what is given nothing says where it makes something
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), made_on)
-        if device.type in ("cpu", "meta"):
-            return perf_counter()
-        stream = torch.accelerator.current_stream(device)
-        if stream.query():
-            # An idle device would reach the event at once and then wait for the kernel to be issued. See
-            # [Note: behind a copy] in cost/stopwatch.py.
-            self._occupy(stream)
-        event = torch.Event(device, enable_timing=True)
-        event.record(stream)
-        return event
-
-    def _end(self, begin: Any) -> Any:
-        if isinstance(begin, float):
-            return perf_counter()
-        event = torch.Event(begin.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(begin.device))
-        return event
-
-    def _occupy(self, stream: torch.Stream) -> None:
-        self.quiet = True
-        try:
-            if stream not in self.fillers:
-                host = torch.zeros(OCCUPYING, dtype=torch.uint8).pin_memory()
-                self.fillers[stream] = host, torch.zeros(OCCUPYING, dtype=torch.uint8, device=stream.device)
-            host, there = self.fillers[stream]
-            there.copy_(host, non_blocking=True)
-        finally:
-            self.quiet = False
 
     # What autograd saves.
 
@@ -524,36 +449,3 @@ _FREE = {
 
 _FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}
 """What a node fills zeros with."""
-
-
-def _bytes(tensor: Tensor) -> int:
-    """The bytes that are really there: a dimension of stride 0 is read once."""
-    if tensor.device.type == "cpu" and tensor.dim() == 0:
-        return 0
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else min(size, 1)
-    return count * tensor.dtype.itemsize
-
-
-def _dtype(tensors: list[Tensor]) -> str:
-    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    chosen = floating[0] if floating else (tensors[0].dtype if tensors else torch.float32)
-    return str(chosen).removeprefix("torch.")
-
-
-def _communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[int, int]:
-    """The ranks of a collective and the bytes of its full buffer; zeros for anything else."""
-    if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
-        return 0, 0
-    ranks = 0
-    for value in [*args, *kwargs.values()]:
-        if isinstance(value, torch.ScriptObject):
-            with suppress(RuntimeError, TypeError):  # the reduction is one too
-                ranks = torch.distributed.ProcessGroup.unbox(value).size()
-        elif isinstance(value, str) and value not in _REDUCTIONS:
-            ranks = group_named(value).size()
-    return ranks or 1, max((_bytes(tensor) for tensor in tensors), default=0)
-
-
-_REDUCTIONS = {"sum", "avg", "max", "min", "product"}
