@@ -216,7 +216,7 @@ def sharded() -> Subject:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tokens = tokens_of(dist.get_rank(), batch=8).to("tide")
+    tokens = tokens_of(dist.get_rank(), batch=2).to("tide")
 
     def step(subject: Subject) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -244,7 +244,7 @@ def pipelined() -> Subject:
     stage = PipelineStage(model, rank, size, torch.device("tide"))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_of)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tokens = tokens_of(0, batch=8).to("tide")
+    tokens = tokens_of(0, batch=4).to("tide")
 
     def step(subject: Subject) -> Tensor:
         optimizer.zero_grad(set_to_none=True)

@@ -11,6 +11,8 @@ raises ``OutOfMemoryError`` nothing that it made is left, and it can be run agai
   counts as spoilt, and all begin it anew together before the optimizer uses what came out of it;
 - it is no collective: the others may have taken part already. What a collective needs is allocated before.
 
+FSDP makes room for gathered parameters by resizing storages, which is no kernel: that is watched where it is called.
+
 A tensor subclass takes itself apart first; its plain tensors come here. Inside the handler the mode is off.
 """
 
@@ -74,6 +76,27 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.wrote = False
         """Whether an optimizer's step has begun to write."""
 
+    def __enter__(self) -> Retry:
+        plain = self._plain_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            try:
+                return plain(storage, size)
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)
+            nature = _Nature(random=False, collective=False, writes=False, overwrites=False, in_parts=False)
+            call = _Call(plain, (storage, size), {}, nature, {storage._cdata})
+            self._again(call, None, failure)
+            return call.result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -97,7 +120,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pager, begun = self.defence.pager, False
         try:
             if pager.away:
-                pager.page_in(touched_by((call.args, call.kwargs)), self.defence.make_room)
+                pager.page_in(call.touched(), self.defence.make_room)
             begun = True
             call.result = call.func(*call.args, **call.kwargs)
         except torch.OutOfMemoryError as error:
@@ -112,7 +135,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _again(self, call: _Call, generators: Generators | None, failure: torch.OutOfMemoryError | None) -> None:
         """Make room and run an operator again, until it succeeds or there is no more room to be made."""
-        defence, touched = self.defence, touched_by((call.args, call.kwargs))
+        defence, touched = self.defence, call.touched()
         freed, times, collected = 0, 1.0, False
         while failure is not None:
             missing = missing_bytes(failure)
@@ -150,11 +173,25 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Call:
     """One call of an operator."""
 
-    __slots__ = ("args", "func", "kwargs", "nature", "result")
+    __slots__ = ("args", "func", "kwargs", "nature", "result", "storages")
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], nature: _Nature) -> None:
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        nature: _Nature,
+        storages: set[int] | None = None,
+    ) -> None:
         self.func, self.args, self.kwargs, self.nature = func, args, kwargs, nature
+        self.storages = storages
         self.result: Any = None
+
+    def touched(self) -> set[int]:
+        """The storages that it reads or writes."""
+        if self.storages is None:
+            self.storages = touched_by((self.args, self.kwargs))
+        return self.storages
 
     @property
     def parts(self) -> int:
