@@ -238,14 +238,16 @@ def _nature(func: Any) -> _Nature:
     return _Nature(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
         collective=space in _COLLECTIVES,
-        writes=bool(written),
-        overwrites=name in _OVERWRITING or all(one.is_out for one in written),
+        writes=bool(written) or name in _WRITING_UNSAID,
+        overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
     )
 
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 _TORCHS_OWN = {"aten", "prim", "prims", *_COLLECTIVES}
+_WRITING_UNSAID = {"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"}
+"""They change their running statistics, and their schemas do not say it."""
 _OVERWRITING = {
     "bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "resize_", "uniform_", "zero_",
     "_foreach_copy_", "_foreach_zero_",
