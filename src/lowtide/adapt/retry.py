@@ -64,6 +64,8 @@ class _Nature(NamedTuple):
     """Whether it does not read what it writes into."""
     in_parts: bool
     """Whether it does the same to each tensor of its lists."""
+    simple: bool = False
+    """Whether it only makes new tensors, out of nothing but its arguments."""
 
 
 class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,9 +74,14 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, defence: Defence, multiple: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.defence, self.multiple = defence, multiple
-        self.natures: dict[Any, _Nature] = {}
+        self.natures: dict[int, _Nature] = {}
+        """By operator; operators are there for good, and hashing one takes longer than its address."""
         self.wrote = False
         """Whether an optimizer's step has begun to write."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it costs as much as all the rest here, and where the mode is on nothing is compiled
 
     def __enter__(self) -> Retry:
         plain = self._plain_resize = torch.UntypedStorage.resize_
@@ -102,18 +109,28 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if types and not _PLAIN.issuperset(types):
             return NotImplemented
-        nature = self.natures.get(func)
-        if nature is None:
-            nature = self.natures[func] = _nature(func)
-        call = _Call(func, args, kwargs or {}, nature)
-        generators = Generators.now((*args, *call.kwargs.values())) if nature.random else None
-        failure = self._run(call)
+        nature = self.natures.get(id(func)) or self._learn(func)
+        pager = self.defence.pager
+        if nature.simple and not pager.away and pager.stepping is None:
+            try:  # the usual way, which has to be short
+                return func(*args, **(kwargs or {}))
+            except torch.OutOfMemoryError as error:
+                failure: torch.OutOfMemoryError | None = error.with_traceback(None)
+            call, generators = _Call(func, args, kwargs or {}, nature), None
+        else:
+            call = _Call(func, args, kwargs or {}, nature)
+            generators = Generators.now((*args, *call.kwargs.values())) if nature.random else None
+            failure = self._run(call)
         if failure is not None:
             self._again(call, generators, failure)
-        if self.defence.pager.stepping is not None:
+        if pager.stepping is not None:
             self.wrote |= nature.writes
-            self.defence.pager.note(call.result)
+            pager.note(call.result)
         return call.result
+
+    def _learn(self, func: Any) -> _Nature:
+        nature = self.natures[id(func)] = _nature(func)
+        return nature
 
     def _run(self, call: _Call) -> torch.OutOfMemoryError | None:
         """Run an operator once; what it raised for want of memory, if it did."""
@@ -235,13 +252,14 @@ _GUESS = 1 << 20
 def _nature(func: Any) -> _Nature:
     space, name = func._schema.name.split("::")
     written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    return _Nature(
+    nature = _Nature(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
         collective=space in _COLLECTIVES,
         writes=bool(written) or name in _WRITING_UNSAID,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
     )
+    return nature._replace(simple=not (nature.random or nature.collective or nature.writes))
 
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
