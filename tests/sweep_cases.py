@@ -1,4 +1,4 @@
-"""A training step during which the memory shrinks, and what it does otherwise than an undisturbed one: nothing.
+"""A training step during which the device's memory shrinks, and what it leaves: what an undisturbed one does.
 
 At the k-th allocation of the step the capacity drops to what is then allocated less x, and stays there until the step
 ends, or is given up and begun anew.
@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,10 @@ MIXED = (
         boundary=Swap(3),
     ),
     LayerPolicy(Swap(7), rules=(Rule(Pattern("attention_norm"), Recompute()),)),
-    LayerPolicy(Recompute(), boundary=Swap(2)),
 )
 POLICIES: dict[str, tuple[LayerPolicy, ...] | None] = {
     "none": None,
-    "full recompute": (LayerPolicy(Recompute()),) * 3,
+    "full recompute": (LayerPolicy(Recompute()), LayerPolicy(Recompute(), boundary=Swap(2))),
     "mixed": MIXED,
 }
 
@@ -100,6 +99,7 @@ class Subject:
         self.model, self.optimizer, self.rescue = model, optimizer, rescue
         self._step = step
         self.marks: dict[str, int] = {}
+        self.peak = 0
         torch.manual_seed(3)
         for _ in range(2):  # a Policy is learnt, and the optimizer makes its states
             step(self)
@@ -108,8 +108,8 @@ class Subject:
         self.static = torch.accelerator.memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
         loss = step(self)
-        self.activations = torch.accelerator.max_memory_allocated() - self.static
-        """Their peak, in bytes, with the gradients and what the optimizer needs on its way."""
+        self.activations = self.peak - self.static
+        """Their peak in forward and backward, in bytes."""
         optimizer.zero_grad()
         self.end = self._values(loss)
         gc.collect()
@@ -117,6 +117,8 @@ class Subject:
     def mark(self, phase: str) -> None:
         """A phase of the step has ended."""
         self.marks[phase] = faults.allocations_seen()
+        if phase == "backward":
+            self.peak = int(torch.accelerator.max_memory_allocated())
 
     def allocations(self, armed: bool) -> dict[str, int]:
         """After each phase of an undisturbed step, how many allocations there were."""
@@ -144,7 +146,7 @@ class Subject:
         try:
             loss = self.rescue.run(step)
         except Exception as error:
-            outcome.died = f"{type(error).__name__}: {error}"
+            outcome.died = f"{type(error).__name__}: {error} {self.rescue.counts.reasons[-3:]}"
             return outcome
         finally:
             faults.disarm()
@@ -187,7 +189,9 @@ class Subject:
 
 def single(model_name: str, policy: str) -> Subject:
     """A model in one process."""
-    model = build(model_name, dropout=True).to("tide")
+    model: Any = build(model_name, dropout=True)
+    model.layers = model.layers[:2]  # every allocation costs a step
+    model.to("tide")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     tokens = torch.randint(3, VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(1)).to("tide")
     rescue = Rescue(model, [optimizer], layers="layers")
@@ -210,13 +214,13 @@ def single(model_name: str, policy: str) -> Subject:
 
 def sharded() -> Subject:
     """A model whose parameters are sharded over the ranks, each of which has other tokens."""
-    model = small_llama(4, dropout=0.1).to("tide")
+    model = small_llama(8, dropout=0.1).to("tide")
     mesh = init_device_mesh("tide", (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tokens = tokens_of(dist.get_rank(), batch=8).to("tide")
+    tokens = tokens_of(dist.get_rank(), batch=1).to("tide")
 
     def step(subject: Subject) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -234,8 +238,8 @@ def sharded() -> Subject:
 def pipelined() -> Subject:
     """A part of a model in a pipeline of as many ranks, with torch's 1F1B."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = small_llama(2 * size, dropout=0.1)
-    model.layers = model.layers[2 * rank : 2 * rank + 2]
+    model = small_llama(3 * size, dropout=0.1)
+    model.layers = model.layers[3 * rank : 3 * rank + 3]
     if rank > 0:
         model.embedding = None
     if rank < size - 1:
@@ -244,7 +248,7 @@ def pipelined() -> Subject:
     stage = PipelineStage(model, rank, size, torch.device("tide"))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_of)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tokens = tokens_of(0, batch=8).to("tide")
+    tokens = tokens_of(0, batch=4).to("tide")
 
     def step(subject: Subject) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -304,4 +308,3 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-

@@ -44,6 +44,7 @@ from lowtide._torch_private import (
     silu,
     storage_bytes,
     storage_key,
+    storage_users,
     subclass_wrapper,
     taken_apart,
     tree_leaves,
@@ -336,3 +337,14 @@ def test_a_kernel_is_registered_for_as_long_as_its_library_is_open() -> None:
         library.impl("_fused_rms_norm", lambda given, *_: (given.clone(), given[:, :1].clone()), "CPU")
         assert type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn).__name__ == "FusedRmsNormBackward0"
     assert type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn) is plain
+
+
+def test_the_tensors_that_see_a_storage_are_counted() -> None:
+    tensor = torch.ones(4)
+    assert storage_users(tensor) == 1
+    view, detached = tensor[:2], tensor.detach()
+    assert storage_users(tensor) == storage_users(view) == 3
+    del view, detached
+    assert storage_users(tensor) == 1
+    saved = torch.ones(4, requires_grad=True).exp()  # by its own node
+    assert storage_users(saved) == 2

@@ -81,6 +81,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "under_compilation",
+    "unseen_by_modes",
     "version_of",
     "weak_storage",
     "without_graph",
@@ -207,6 +208,15 @@ def without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with DisableTorchFunction():
         return tensor.detach()
+
+
+def unseen_by_modes() -> AbstractContextManager[None]:
+    """What is done inside to plain tensors is not shown to dispatch modes, each of which takes microseconds."""
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_MODES)
+    return guard
+
+
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def saved_operand(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...]:

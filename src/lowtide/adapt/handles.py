@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import (
+    PLAIN,
     DisableTorchFunction,
     Subclass,
     storage_users,
     taken_apart,
+    unseen_by_modes,
     without_graph,
 )
 from lowtide.operators.kept import kept_apart
@@ -54,14 +56,18 @@ class Book:
 
     def keep(self, tensor: Tensor) -> Saved:
         """What autograd holds in place of ``tensor``."""
-        if tensor.is_cpu or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if type(tensor) in PLAIN:
+            with unseen_by_modes():
+                return self._keep_plain(tensor)
+        whole = None if isinstance(tensor, nn.Parameter) else taken_apart(tensor)
+        if whole is None or isinstance(tensor._base, nn.Parameter):
             return kept_apart(tensor)
-        if type(tensor) is not Tensor:
-            whole = taken_apart(tensor)
-            if whole is None:
-                return kept_apart(tensor)
-            parts = {name: self.keep(part) for name, part in whole.tensors.items()}
-            return _Parts(whole._replace(tensors={}), parts)
+        parts = {name: self.keep(part) for name, part in whole.tensors.items()}
+        return _Parts(whole._replace(tensors={}), parts)
+
+    def _keep_plain(self, tensor: Tensor) -> Saved:
+        if tensor.is_cpu or type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+            return kept_apart(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.static or storage.nbytes() < self.smallest:

@@ -7,8 +7,8 @@ with gathered parameters. Until it is back no operator may read it, so the dispa
 every operator, brings them in first, and stays on as long as anything is away.
 
 While the optimizer steps, whatever the running operator does not touch may leave, what the optimizer made on its way
-included. In forward and backward only optimizer states may: parameters and gradients are in others' hands there, such
-as those of FSDP's collectives.
+included. In forward and backward optimizer states may, and gradients that are done. Parameters may not: a kernel that
+is not torch's reads them without asking.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from lowtide.adapt.handles import bytes_of
 from lowtide.operators.calls import tensors_of
 
 __all__ = ["Pager", "touched_by"]
+
+
+_resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
+"""As torch has it: while the mode is on, others' resizing is watched."""
 
 
 class _Paged(NamedTuple):
@@ -62,7 +66,7 @@ class Pager:
             if not freed:
                 torch.accelerator.synchronize()
             self.away[key] = _Paged(storage, tensor.device, bytes_of(storage, tensor.device).cpu())
-            storage.resize_(0)
+            _resize(storage, 0)
             freed += size
         self.paged_bytes += freed
         return freed
@@ -73,7 +77,7 @@ class Pager:
             paged = self.away[key]
             while True:
                 try:
-                    paged.storage.resize_(paged.host.nbytes)
+                    _resize(paged.storage, paged.host.nbytes)
                     break
                 except torch.OutOfMemoryError:
                     if not make_room(paged.host.nbytes, touched):
@@ -104,14 +108,13 @@ class Pager:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 yield from tensors_of(state if isinstance(state, dict) else ())
-        if self.stepping is None:
-            return
-        for group in self.stepping.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield parameter.grad
-                yield parameter
-        yield from (tensor for reference in self.made if (tensor := reference()) is not None)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from (one.grad for one in group["params"] if one.grad is not None)
+        if self.stepping is not None:
+            for group in self.stepping.param_groups:
+                yield from group["params"]
+            yield from (tensor for reference in self.made if (tensor := reference()) is not None)
 
 
 def touched_by(arguments: Any) -> set[int]:

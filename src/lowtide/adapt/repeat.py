@@ -43,21 +43,31 @@ class Beginning:
         }
         self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
 
-    def changed(self) -> frozenset[str]:
-        """The buffers that the step has changed."""
-        return frozenset(name for name, (buffer, version) in self.buffers.items() if version_of(buffer) != version)
+    def changed(self, *, compared: bool) -> frozenset[str]:
+        """The buffers that the step has changed.
+
+        ``compared`` with their copies as well, which waits for the device: a batch norm changes its buffers and tells
+        no one.
+        """
+        return frozenset(
+            name
+            for name, (buffer, version) in self.buffers.items()
+            if version_of(buffer) != version
+            or (compared and name in self.copies and not torch.equal(inner_tensor(buffer).cpu(), self.copies[name]))
+        )
 
     def restore(self) -> None:
         """Set everything back."""
         self.generators.restore()
-        for name in self.changed():
-            if name not in self.copies:
+        for name, (buffer, version) in self.buffers.items():
+            if name in self.copies:
+                with torch.no_grad():
+                    inner_tensor(buffer).copy_(self.copies[name])
+            elif version_of(buffer) != version:
                 raise RescueError(
                     f"the step cannot be repeated: it was the first to change the buffer {name!r}, of which there is no"
-                    " copy; run it again"
+                    " copy; begin again from the last checkpoint"
                 )
-            with torch.no_grad():
-                inner_tensor(self.buffers[name][0]).copy_(self.copies[name])
         for parameter, noted in self.gradients:
             gradient = None if noted is None else noted.reference()
             if noted is not None and gradient is not None and version_of(gradient) != noted.version:

@@ -109,9 +109,10 @@ class Rescue:
         try:
             for _ in range(ATTEMPTS):
                 try:
-                    with self.watching():
+                    with self._watching():
                         result = step()
-                    self._changing = beginning.changed() | (self._changing or frozenset())
+                    changed = beginning.changed(compared=self._changing is None)
+                    self._changing = (self._changing or frozenset()) | changed
                     return result
                 except Repeat as request:
                     why = str(request)
@@ -138,6 +139,14 @@ class Rescue:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch over all that runs inside, without the third line of defence."""
+        try:
+            with self._watching():
+                yield
+        except Repeat as request:
+            raise RescueError(f"{request}: the step is spoilt, and only run() can repeat it") from None
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
         armed, self._inside, self._spoilt, self._agreed = self.armed, True, False, False
         self.settle()
         if armed:
@@ -185,12 +194,13 @@ class Rescue:
         done = not self.pager.away or self.pager.page_in_all()
         if done and self._entered and not (self._inside and self.armed):
             self._entered = False
-            self._retry.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._retry.__exit__(None, None, None)
         return done
 
     def remove(self) -> None:
         """Leave the model and the optimizers as they were."""
         self.disarm()
+        self.settle()
         for hook in self._on_optimizers:
             hook.remove()
 
@@ -266,7 +276,7 @@ class Rescue:
     def _enter(self) -> None:
         if not self._entered:
             self._entered = True
-            self._retry.__enter__()  # type: ignore[no-untyped-call]
+            self._retry.__enter__()
 
     def _collect_counts(self) -> None:
         self.counts.sent_bytes += self.book.sent_bytes

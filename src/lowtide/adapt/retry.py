@@ -11,6 +11,8 @@ raises ``OutOfMemoryError`` nothing that it made is left, and it can be run agai
   counts as spoilt, and all begin it anew together before the optimizer uses what came out of it;
 - it is no collective: the others may have taken part already. What a collective needs is allocated before.
 
+FSDP makes room for gathered parameters by resizing storages, which is no kernel: that is watched where it is called.
+
 A tensor subclass takes itself apart first; its plain tensors come here. Inside the handler the mode is off.
 """
 
@@ -62,6 +64,8 @@ class _Nature(NamedTuple):
     """Whether it does not read what it writes into."""
     in_parts: bool
     """Whether it does the same to each tensor of its lists."""
+    simple: bool = False
+    """Whether it only makes new tensors, out of nothing but its arguments."""
 
 
 class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,34 +74,70 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, defence: Defence, multiple: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.defence, self.multiple = defence, multiple
-        self.natures: dict[Any, _Nature] = {}
+        self.natures: dict[int, _Nature] = {}
+        """By operator; operators are there for good, and hashing one takes longer than its address."""
         self.wrote = False
         """Whether an optimizer's step has begun to write."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it costs as much as all the rest here, and where the mode is on nothing is compiled
+
+    def __enter__(self) -> Retry:
+        plain = self._plain_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            try:
+                return plain(storage, size)
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)
+            nature = _Nature(random=False, collective=False, writes=False, overwrites=False, in_parts=False)
+            call = _Call(plain, (storage, size), {}, nature, {storage._cdata})
+            self._again(call, None, failure)
+            return call.result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and not _PLAIN.issuperset(types):
             return NotImplemented
-        nature = self.natures.get(func)
-        if nature is None:
-            nature = self.natures[func] = _nature(func)
-        call = _Call(func, args, kwargs or {}, nature)
-        generators = Generators.now((*args, *call.kwargs.values())) if nature.random else None
-        failure = self._run(call)
+        nature = self.natures.get(id(func)) or self._learn(func)
+        pager = self.defence.pager
+        if nature.simple and not pager.away and pager.stepping is None:
+            try:  # the usual way, which has to be short
+                return func(*args, **(kwargs or {}))
+            except torch.OutOfMemoryError as error:
+                failure: torch.OutOfMemoryError | None = error.with_traceback(None)
+            call, generators = _Call(func, args, kwargs or {}, nature), None
+        else:
+            call = _Call(func, args, kwargs or {}, nature)
+            generators = Generators.now((*args, *call.kwargs.values())) if nature.random else None
+            failure = self._run(call)
         if failure is not None:
             self._again(call, generators, failure)
-        if self.defence.pager.stepping is not None:
+        if pager.stepping is not None:
             self.wrote |= nature.writes
-            self.defence.pager.note(call.result)
+            pager.note(call.result)
         return call.result
+
+    def _learn(self, func: Any) -> _Nature:
+        nature = self.natures[id(func)] = _nature(func)
+        return nature
 
     def _run(self, call: _Call) -> torch.OutOfMemoryError | None:
         """Run an operator once; what it raised for want of memory, if it did."""
         pager, begun = self.defence.pager, False
         try:
             if pager.away:
-                pager.page_in(touched_by((call.args, call.kwargs)), self.defence.make_room)
+                pager.page_in(call.touched(), self.defence.make_room)
             begun = True
             call.result = call.func(*call.args, **call.kwargs)
         except torch.OutOfMemoryError as error:
@@ -112,7 +152,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _again(self, call: _Call, generators: Generators | None, failure: torch.OutOfMemoryError | None) -> None:
         """Make room and run an operator again, until it succeeds or there is no more room to be made."""
-        defence, touched = self.defence, touched_by((call.args, call.kwargs))
+        defence, touched = self.defence, call.touched()
         freed, times, collected = 0, 1.0, False
         while failure is not None:
             missing = missing_bytes(failure)
@@ -150,11 +190,25 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Call:
     """One call of an operator."""
 
-    __slots__ = ("args", "func", "kwargs", "nature", "result")
+    __slots__ = ("args", "func", "kwargs", "nature", "result", "storages")
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], nature: _Nature) -> None:
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        nature: _Nature,
+        storages: set[int] | None = None,
+    ) -> None:
         self.func, self.args, self.kwargs, self.nature = func, args, kwargs, nature
+        self.storages = storages
         self.result: Any = None
+
+    def touched(self) -> set[int]:
+        """The storages that it reads or writes."""
+        if self.storages is None:
+            self.storages = touched_by((self.args, self.kwargs))
+        return self.storages
 
     @property
     def parts(self) -> int:
@@ -198,17 +252,20 @@ _GUESS = 1 << 20
 def _nature(func: Any) -> _Nature:
     space, name = func._schema.name.split("::")
     written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    return _Nature(
+    nature = _Nature(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
         collective=space in _COLLECTIVES,
-        writes=bool(written),
-        overwrites=name in _OVERWRITING or all(one.is_out for one in written),
+        writes=bool(written) or name in _WRITING_UNSAID,
+        overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
     )
+    return nature._replace(simple=not (nature.random or nature.collective or nature.writes))
 
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 _TORCHS_OWN = {"aten", "prim", "prims", *_COLLECTIVES}
+_WRITING_UNSAID = {"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"}
+"""They change their running statistics, and their schemas do not say it."""
 _OVERWRITING = {
     "bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "resize_", "uniform_", "zero_",
     "_foreach_copy_", "_foreach_zero_",
