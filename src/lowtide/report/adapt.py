@@ -36,6 +36,7 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     slowest = full.simulation.seconds if full is not None else None
     for title, found in (
         ("Without recompute:", _named(plan, NOTHING)),
+        ("With what is fixed only:", _named(plan, "what is fixed")),
         ("With all recompute:", full),
     ):
         if found is not None:
