@@ -32,17 +32,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from lowtide.adapt.machine import link_of
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 import lowtide
 import tide
 from lowtide import LayerPolicy, Policy, Recompute
+from lowtide.adapt.machine import link_of
+from lowtide.adapt.measure import Measuring
 from lowtide.plan.make import make_plan
-from lowtide.trace.capture import capture
-from lowtide.trace.trace import Trace
+from lowtide.trace.trace import Trace, kernels_of
 from models import Shape, llama, use_machine
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -71,18 +70,14 @@ class Training:
             torch.randint(3, self.shape.vocabulary, (8, self.shape.sequence), generator=generator) for _ in range(8)
         ]
 
-    def loss(self, number: int = 0) -> Tensor:
-        tokens = self.batches[number % len(self.batches)].to("tide")
-        loss: Tensor = self.model(tokens, labels=tokens).loss
-        return loss
-
     def step(self, number: int) -> float:
         """A whole step, and its loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(number)
+        tokens = self.batches[number % len(self.batches)].to("tide")
+        loss = self.model(tokens, labels=tokens).loss
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any]:
@@ -158,8 +153,12 @@ def main() -> int:
 
 
 def perfect(training: Training) -> Trace:
-    """The Trace of a step with memory to spare."""
-    return capture(training.model, training.loss, rounds=3)
+    """The Trace of steps with memory to spare."""
+    measuring = Measuring(training.model, optimizers=[training.optimizer])
+    while not measuring.complete:
+        with measuring.step():
+            training.step(0)
+    return measuring.trace()
 
 
 def point(
@@ -176,12 +175,12 @@ def point(
         wrong += loss != expected[number]
     final = max(event.step for event in run.events if event.kind == "switched")
     rescued = sum(step.rescued for step in run.steps)
-    device, plan = link_of(torch.device("tide")), run.plan
+    plan = run.plan
     assert plan is not None
     run.remove()
     budget = plan.budget
     gc.collect()
-    best = make_plan(trace, capacity, device)
+    best = make_plan(trace, capacity, link_of(torch.device("tide"), kernels_of(trace)))
     optimum, _ = with_policy(layers, best.policy)
     found = {
         "share": share,

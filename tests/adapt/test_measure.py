@@ -43,7 +43,7 @@ ROOMY = 1 << 30
 class Run:
     """Somebody's training run on tide."""
 
-    def __init__(self, *, autocast: bool = False, micro_batches: int = 1) -> None:
+    def __init__(self, *, autocast: bool = False, micro_batches: int = 1, batch: int = BATCH) -> None:
         machine = tide.scaled("h100", 1 / 16)
         tide.reset()
         tide.configure(preset=machine, capacity=ROOMY, flops_fp32=machine.flops_half, efficiency_seed=3, races=False)
@@ -52,7 +52,7 @@ class Run:
         initialise(self.model, seed=0)
         self.model.train().to("tide")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
-        self.tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)).to("tide")
+        self.tokens = torch.randint(VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(0)).to("tide")
 
     def loss(self) -> Tensor:
         with torch.autocast("tide", torch.bfloat16, enabled=self.autocast):
@@ -111,7 +111,7 @@ def tight(run: Run, share: float) -> int:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_step_measured_where_it_would_not_fit_predicts_peak_and_time(autocast: bool) -> None:
-    run = Run(autocast=autocast)
+    run = Run(autocast=autocast, batch=16)
     capacity = tight(run, 0.5)
     torch.accelerator.empty_cache()
     tide.configure(capacity=capacity)

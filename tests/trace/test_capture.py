@@ -151,7 +151,7 @@ def test_layers_that_do_the_same_share_a_part() -> None:
 
 def test_gradients_that_meet_are_added_as_autograd_adds_them() -> None:
     """In place, but not into a view: the gradient that a linear layer gives for a batch of sequences is one."""
-    model, run = live_model()
+    _, run = live_model()
     loss = run()
     with torch.profiler.profile() as profile:
         loss.backward()

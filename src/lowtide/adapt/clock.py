@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lowtide.adapt.machine import available_capacity
+
 __all__ = ["Clock"]
 
 
@@ -50,8 +52,5 @@ class Clock:
         return 0 if self.device.type == "cpu" else int(torch.accelerator.max_memory_allocated(self.device))
 
     def capacity(self) -> int | None:
-        """What this process can have of the device: what it holds, and what nobody does."""
-        if self.device.type == "cpu":
-            return None
-        free, _ = torch.accelerator.get_memory_info(self.device)
-        return int(free + torch.accelerator.memory_reserved(self.device))
+        """What this process can have of the device; None on a CPU, whose memory is nobody's to plan."""
+        return None if self.device.type == "cpu" else available_capacity(self.device)

@@ -193,7 +193,8 @@ class _Stored:
                 return handle.alias
             if self.whole is None:
                 self._come_back()
-            assert self.whole is not None and handle.view is not None
+            assert self.whole is not None
+            assert handle.view is not None
             handle.alias = alias = handle.view.of(self.whole)
             if handle.version != -1:
                 handle.version = alias._version

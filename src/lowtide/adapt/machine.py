@@ -12,7 +12,7 @@ from lowtide.cost.calibrate import device_name, unknown_device
 from lowtide.cost.device import Device
 from lowtide.cost.fit import Sample, fit
 from lowtide.cost.kernel import is_free
-from lowtide.cost.links import measure_links
+from lowtide.cost.links import Links, measure_links
 from lowtide.cost.stopwatch import watch_for
 from lowtide.trace.trace import Kernel
 
@@ -32,11 +32,7 @@ def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Devic
 
     ``link_of(torch.device("cuda"), kernels_of(trace))``
     """
-    capacity = available_capacity(device)
-    taken = torch.accelerator.memory_allocated(device) if device.type != "cpu" else 0
-    largest = max(LEAST, min(LARGEST, (capacity - taken) // 4))
-    with torch.no_grad():
-        links = measure_links(device, watch_for(device, largest), rounds=ROUNDS, largest=largest)
+    links = _links(device)
     samples = [
         Sample(one.kind, one.dtype, one.flops, one.touched, one.seconds)
         for one in kernels
@@ -46,7 +42,7 @@ def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Devic
     base = like or unknown_device(device)
     return Device(
         name=device_name(device),
-        capacity=capacity,
+        capacity=available_capacity(device),
         flops=found.flops if found and found.flops else base.flops,
         memory_bandwidth=found.memory_bandwidth if found else base.memory_bandwidth,
         link_out=links.rate_out,
@@ -64,12 +60,25 @@ def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Devic
     )
 
 
+def _links(device: torch.device) -> Links:
+    """Measured with as much as there is room for."""
+    largest = LARGEST
+    while True:
+        try:
+            with torch.no_grad():
+                return measure_links(device, watch_for(device, largest), rounds=ROUNDS, largest=largest)
+        except torch.OutOfMemoryError:
+            largest //= 4
+            if largest < LEAST:
+                raise
+
+
 def available_capacity(device: torch.device) -> int:
     """Bytes that this process has taken from the device, and those that nobody has."""
     if device.type == "cpu":
         return available_host_memory()
-    free, _ = torch.accelerator.get_memory_info(device)
-    return int(free) + int(torch.accelerator.memory_reserved(device))
+    free, total = torch.accelerator.get_memory_info(device)
+    return min(int(total), int(free) + int(torch.accelerator.memory_reserved(device)))
 
 
 def available_host_memory() -> int:

@@ -67,8 +67,8 @@ class Beginning:
                 )
             parameter.grad = gradient
         for optimizer, known in self.states:
-            for parameter in set(optimizer.state) - known:
-                del optimizer.state[parameter]  # begun, perhaps not finished; nothing was done with it yet
+            for begun in set(optimizer.state) - known:
+                del optimizer.state[begun]  # begun, perhaps not finished; nothing was done with it yet
 
 
 def _noted(gradient: Tensor | None) -> _Gradient | None:

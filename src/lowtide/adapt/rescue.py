@@ -185,7 +185,7 @@ class Rescue:
         done = not self.pager.away or self.pager.page_in_all()
         if done and self._entered and not (self._inside and self.armed):
             self._entered = False
-            self._retry.__exit__(None, None, None)
+            self._retry.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return done
 
     def remove(self) -> None:
@@ -266,7 +266,7 @@ class Rescue:
     def _enter(self) -> None:
         if not self._entered:
             self._entered = True
-            self._retry.__enter__()
+            self._retry.__enter__()  # type: ignore[no-untyped-call]
 
     def _collect_counts(self) -> None:
         self.counts.sent_bytes += self.book.sent_bytes

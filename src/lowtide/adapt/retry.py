@@ -64,11 +64,11 @@ class _Nature(NamedTuple):
     """Whether it does the same to each tensor of its lists."""
 
 
-class Retry(TorchDispatchMode):
+class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Repeats operators that ran out of memory. See [Note: repeating an operator]."""
 
     def __init__(self, defence: Defence, multiple: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.defence, self.multiple = defence, multiple
         self.natures: dict[Any, _Nature] = {}
         self.wrote = False

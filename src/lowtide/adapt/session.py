@@ -45,6 +45,7 @@ from lowtide.plan.plan import Plan
 from lowtide.plan.plan_file import save_plan
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, Structure, apply
+from lowtide.trace.trace import kernels_of
 from lowtide.units import format_bytes
 
 __all__ = ["Adaptive"]
@@ -95,7 +96,6 @@ class Adaptive:
         self.settings = settings or AdaptSettings()
         self.fixed, self.layers, self.directory, self.say, self.report = fixed, layers, directory, say, report
         self.clock = Clock(next((one.device for part in parts for one in part.parameters()), torch.device("cpu")))
-        self.machine = link_of(self.clock.device)
         self.ranks = Ranks(stage)
         counts = [len(find_layers(part, layers).modules) for part in self.parts]
         self.pipeline = pipeline or even_pipeline(sum(counts))
@@ -274,7 +274,7 @@ class Adaptive:
         capacity = self.clock.capacity()
         situation = Situation(
             trace=trace,
-            device=self.machine,
+            device=link_of(self.clock.device, kernels_of(trace)),
             pipeline=self.pipeline,
             capacity=None if capacity is None else self.ranks.smallest(capacity),
             fixed=self.fixed,

@@ -268,7 +268,7 @@ class _Search:
             simulation = self.simulate(policy)
             return Judged(simulation.seconds, simulation.reserved)
 
-        polisher = Polisher(self.trace, costs, judge, self.budget)
+        polisher = Polisher(self.trace, costs, judge, self.budget, swap=swap)
         fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
         starts = list({one.policy.digest: one.policy for one in fitting}.values())[:POLISHED]
         for share in TIGHTER if swap else ():

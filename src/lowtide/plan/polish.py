@@ -60,9 +60,15 @@ class Polisher:
     """Improves Policies of one Trace under one budget; what was judged once is known."""
 
     def __init__(
-        self, trace: Trace, costs: Sequence[LayerCost], judge: Callable[[Policy], Judged], budget: int
+        self,
+        trace: Trace,
+        costs: Sequence[LayerCost],
+        judge: Callable[[Policy], Judged],
+        budget: int,
+        *,
+        swap: bool = False,
     ) -> None:
-        self.trace, self.budget, self._judge = trace, budget, judge
+        self.trace, self.budget, self._judge, self.swap = trace, budget, judge, swap
         self.places = {
             (layer, one.name): _Place(layer, one.name, one.held, one.seconds)
             for layer, part in enumerate(trace.layers)
@@ -135,6 +141,7 @@ class Polisher:
             self._recompute_instead()
             self._give_back()
             self._exchange()
+            self._swap_instead()
         return _policy(self.state), self.judged
 
     def _offer(self, changed: dict[int, _Layer]) -> bool:
@@ -207,6 +214,27 @@ class Polisher:
         start, size = 0, max(1, len(places) // 4)
         while start < len(places) and self.left > 0:
             if self._offer(self._changed({one[:2]: Recompute() for one in places[start : start + size]})):
+                start += size
+            elif size > 1:
+                size //= 2
+            else:
+                start += 1
+
+    def _swap_instead(self) -> None:
+        """Where the link has time left, swap what is dearest of the recomputed instead, as many at a time as help."""
+        swaps = sorted(one.prefetch for layer, _ in self.state for _, one in layer or () if isinstance(one, Swap))
+        if not self.swap or not swaps:
+            return
+        decision = Swap(swaps[len(swaps) // 2])
+        places = [
+            place
+            for place in self._decided()
+            if isinstance(dict(self.state[place.layer][0] or ())[place.name], Recompute)
+        ]
+        places.sort(key=lambda place: (-place.dear, place.layer))
+        start, size = 0, max(1, len(places) // 4)
+        while start < len(places) and self.left > 0:
+            if self._offer(self._changed({one[:2]: decision for one in places[start : start + size]})):
                 start += size
             elif size > 1:
                 size //= 2

@@ -233,7 +233,10 @@ class _Follower:
         """How many operators after the layer's first something of it is due."""
         if self.program is not None:
             return self.program.due
-        return frozenset({self.settings.boundary.prefetch} if isinstance(self.settings.boundary, Swap) else ())
+        if self.resolved is None or self.span is None or not isinstance(self.resolved.boundary, Swap):
+            return frozenset()
+        prefetch = self.resolved.boundary.prefetch
+        return frozenset((prefetch, self.span.count - 1 + prefetch))
 
     def watch(self) -> None:
         """Learn the layer when it next runs with gradients."""
@@ -247,7 +250,7 @@ class _Follower:
             return
         handle, span, layer = self.handle, self.span, self.layer
         assert span is not None
-        boundary = self.settings.boundary
+        boundary = self.resolved.boundary
         if not self.whole and not self.compiled:
             kind = self.kind or handle.kinds[self.kind_of]
             decisions = repeat_collectives(self.index, kind, self.resolved)

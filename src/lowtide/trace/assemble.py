@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +39,15 @@ def assemble(
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     count = len(found.kind_of)
     cut = _Cut(forward, backward, seconds, count)
-    parts: dict[Part, int] = {}
+    parts: dict[Part, list[Part]] = {}
     layers: list[int] = []
     claimed: set[int] = set()
     for index, (module, kind) in enumerate(zip(found.layers.modules, found.kind_of, strict=True)):
         static = _static(module, states, claimed)
         part = cut.part(index, found.kinds[kind].name, found.kinds[kind], static)
-        layers.append(parts.setdefault(part, len(parts)))
+        plain = part.without_seconds()
+        parts.setdefault(plain, []).append(part)
+        layers.append(list(parts).index(plain))
     # What is outside the layers is held before them: only the head's own parameters stand behind.
     behind = _static_behind(model, found, states, claimed)
     held = _static(model, states, claimed)
@@ -53,7 +57,7 @@ def assemble(
     device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     return Trace(
         model=name,
-        parts=tuple(parts),
+        parts=tuple(map(_typical, parts.values())),
         layers=tuple(layers),
         before=before,
         after=after,
@@ -63,6 +67,16 @@ def assemble(
         device=device,
         measured=seconds is not None,
     )
+
+
+def _typical(parts: Sequence[Part]) -> Part:
+    """Layers that do the same as one; of each kernel the median time."""
+    first = parts[0]
+    if any(kernel.seconds is None for kernel in first.kernels):
+        return first
+    rows = zip(*(part.kernels for part in parts), strict=True)
+    kernels = [same[0]._replace(seconds=median(kernel.seconds or 0.0 for kernel in same)) for same in rows]
+    return replace(first, kernels=tuple(kernels))
 
 
 class _Cut:

@@ -27,8 +27,10 @@ def places(model: nn.Module, layers: Sequence[nn.Module], recorder: Recorder) ->
         tracker.attach()
     hooks: list[Any] = []
     for index, layer in enumerate(layers):
-        hooks.append(layer.register_forward_pre_hook(_Begin(recorder, root, index), prepend=True, with_kwargs=True))
-        hooks.append(layer.register_forward_hook(_End(recorder, root, index)))
+        hooks.append(
+            layer.register_forward_pre_hook(_Begin(recorder, root, index, hooks), prepend=True, with_kwargs=True)
+        )
+        hooks.append(layer.register_forward_hook(_End(recorder, root, index, hooks)))
     hooks.append(model.register_forward_hook(_Result(recorder)))
     try:
         yield
@@ -63,8 +65,10 @@ class _Operators:
 class _Begin:
     """A layer is about to run."""
 
-    def __init__(self, recorder: Recorder, root: CallTracker, index: int) -> None:
+    def __init__(self, recorder: Recorder, root: CallTracker, index: int, hooks: list[Any]) -> None:
         self.recorder, self.root, self.index = recorder, root, index
+        self.hooks = hooks
+        """Where hooks of tensors are kept: some tensors outlive the step, such as what a pipeline receives into."""
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         recorder, index = self.recorder, self.index
@@ -77,15 +81,17 @@ class _Begin:
             if given:
                 recorder.passed[index - 1] = recorder.number(given[0])
                 if index == 0 and given[0].requires_grad:
-                    given[0].register_hook(_Gradient(recorder, -1))
+                    self.hooks.append(given[0].register_hook(_Gradient(recorder, -1)))
         recorder.move("forward", index)
 
 
 class _End:
     """A layer has run: what comes between it and the next belongs to the next."""
 
-    def __init__(self, recorder: Recorder, root: CallTracker, index: int) -> None:
+    def __init__(self, recorder: Recorder, root: CallTracker, index: int, hooks: list[Any]) -> None:
         self.recorder, self.root, self.index = recorder, root, index
+        self.hooks = hooks
+        """Where hooks of tensors are kept: some tensors outlive the step, such as what a pipeline receives into."""
 
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
         if self.root.running is layer:
@@ -96,7 +102,7 @@ class _End:
             made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
             if made:
                 self.recorder.passed[self.index] = self.recorder.number(made[0])
-                made[0].register_hook(_Gradient(self.recorder, self.index))
+                self.hooks.append(made[0].register_hook(_Gradient(self.recorder, self.index)))
         self.recorder.leave("forward", self.index + 1)
 
 
