@@ -41,13 +41,15 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     ):
         if found is not None:
             table.add_row(title, *_cells(found.simulation, slowest), "" if found.fits else "does not fit")
-    fits = "" if plan.feasible else "does not fit"
-    table.add_row("With selective recompute:", *_cells(plan.simulation, slowest), fits, style="bold")
+    if plan.feasible:
+        table.add_row("With selective recompute:", *_cells(plan.simulation, slowest), "", style="bold")
+    else:
+        table.add_row("With selective recompute:", format_bytes(plan.least), "", "", "is the least; does not fit")
     console.print(table)
     budget = f"budget {format_bytes(plan.budget)}" if plan.budget < _UNBOUNDED else "no budget"
     console.print(f"{budget}; predicted from what was measured", soft_wrap=True)
     console.print(">> final selective strategy <<", soft_wrap=True)
-    for line in strategy(plan):
+    for line in strategy(plan) if plan.feasible else ["  nothing fits: every layer is recomputed"]:
         console.print(line, soft_wrap=True)
 
 
