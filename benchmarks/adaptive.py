@@ -117,6 +117,7 @@ def main() -> int:
     ceiling, kept = with_policy(layers, keep)
     full, _ = with_policy(layers, again)
 
+    gc.collect()  # the models before this one
     training = Training(layers)
     steps = 10 + 5 + MORE
     expected = [training.step(number) for number in range(steps)]

@@ -1,4 +1,4 @@
-"""A training step during which the device's memory shrinks, and what it does otherwise than an undisturbed one: nothing.
+"""A training step during which the memory shrinks, and what it does otherwise than an undisturbed one: nothing.
 
 At the k-th allocation of the step the capacity drops to what is then allocated less x, and stays there until the step
 ends, or is given up and begun anew.

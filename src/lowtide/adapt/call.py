@@ -63,7 +63,7 @@ def adapt(
     )
     # By name: what is shown stands above what is done.
     terminal = import_module("lowtide.report.adapt")
-    return Adaptive(
+    run = Adaptive(
         [model],
         [optimizer] if optimizer is not None else [],
         settings,
@@ -73,3 +73,5 @@ def adapt(
         say=terminal.say,
         report=terminal.print_report,
     )
+    run.start()  # whoever runs the steps, the first is to come through as well
+    return run

@@ -75,6 +75,33 @@ class _Ended(NamedTuple):
     rescued: int
 
 
+class _Stepped:
+    """An optimizer's ``step``, after which somebody is told."""
+
+    def __init__(self, optimizer: Optimizer, ended: Callable[[], None]) -> None:
+        self.optimizer, self.ended = optimizer, ended
+        self.before = vars(optimizer).get("step")
+        self.step = optimizer.step
+        self.listening = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.step(*args, **kwargs)
+        if self.listening:
+            self.ended()
+        return result
+
+    def attach(self) -> None:
+        self.optimizer.step = self  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Put back what was there; where somebody has wrapped it meanwhile, only be silent."""
+        self.listening = False
+        if vars(self.optimizer).get("step") is self:
+            del self.optimizer.step
+            if self.before is not None:
+                self.optimizer.step = self.before
+
+
 class Adaptive:
     """An adaptive run. Give each step to :meth:`step`, or stand around the loop with ``with``."""
 
@@ -143,7 +170,7 @@ class Adaptive:
         self._begin: Any = None
         self._pending: _Ended | None = None
         self._open: ExitStack | None = None
-        self._hooks: list[Any] = []
+        self._step: _Stepped | None = None
         if self.rescue is not None:
             self.rescue.arm()
 
@@ -158,7 +185,7 @@ class Adaptive:
         """
         if run is None:
             self._close()
-            self._start()
+            self.start()
             return None
         if self._open is not None:
             self._open.close()
@@ -390,9 +417,11 @@ class Adaptive:
 
     def __enter__(self) -> Adaptive:
         if self.optimizers:
-            self._hooks.append(self.optimizers[-1].register_step_post_hook(lambda *_: self._ended()))
+            # Not a hook: what begins and ends with a step has hooks of its own there, and they are being gone through.
+            self._step = stepped = _Stepped(self.optimizers[-1], self._ended)
+            stepped.attach()
         if self._open is None:
-            self._start()
+            self.start()
         return self
 
     def __exit__(
@@ -405,9 +434,9 @@ class Adaptive:
 
     def _ended(self) -> None:
         self._close()
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """A step of somebody's own loop begins."""
         self._open = ExitStack()
         self._before(0)
@@ -423,9 +452,9 @@ class Adaptive:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._step is not None:
+            self._step.detach()
+            self._step = None
         self._settle()
         self._save()
         self._use(None)

@@ -40,6 +40,8 @@ POINTS = 12
 """Points of the curve of memory against time."""
 POLISHED = 2
 """The fastest ways, which are polished beside those of tighter budgets and those that recompute what is cheapest."""
+STARTS = 5
+"""How many of all these are polished: those that are fastest before."""
 TIGHTER = (0.94, 0.86)
 """Shares of the budget that plans are sought for too."""
 POLISHED_NAME = "decided operator by operator"
@@ -159,6 +161,8 @@ class _Search:
         """How much more than the solver's bytes the simulator found for the stage before."""
         self.slowest = 0.0
         """The seconds of the slowest stage so far."""
+        self.missed: list[Try] = []
+        """What came near to the budget and did not fit."""
 
     def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
         begin = time.perf_counter()
@@ -245,6 +249,8 @@ class _Search:
         found: Fitted = fit(swap=swap, link_share=share)
         if self.many and swap and recompute and self._poor(found.best):
             found = min(found, fit(swap=False), key=_badness)
+        if found.missed is not None:
+            self.missed.append(found.missed)
         one = found.best or found.least
         self.slowest = max(self.slowest, one.simulated.seconds)
         self.offset = one.simulated.reserved - one.solution.memory
@@ -266,7 +272,7 @@ class _Search:
 
         def judge(policy: Policy) -> Judged:
             simulation = self.simulate(policy)
-            return Judged(simulation.seconds, simulation.reserved)
+            return Judged(simulation.seconds, simulation.reserved, simulation.stages[0].stall)
 
         polisher = Polisher(self.trace, costs, judge, self.budget, swap=swap)
         fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
@@ -275,8 +281,12 @@ class _Search:
             # What fits a tighter budget fits this one, and may be the better place to start from.
             found = self._fit(self.problems[0], kept, True, True, LINK_SHARES[0], int(share * self.budget))
             starts += [self._policy([found.best])] if found.best is not None else []
-        cheapest = (polisher.cheapest_first(alone=alone) for alone in (False, True))
+        cheapest = [polisher.cheapest_first(alone=alone) for alone in (False, True)]
+        # What came near to the budget fits if it also recomputes what is cheap.
+        near = sorted(self.missed, key=lambda one: one.simulated.seconds)[:POLISHED]
+        cheapest += [polisher.cheapest_first(self._policy([one])) for one in near]
         starts += [one for one in cheapest if one is not None]
+        starts = sorted(starts, key=lambda one: polisher.seconds(one))[:STARTS]
         evaluations = min(max(FEWEST, EVALUATIONS // self.layers), MOST)
         tried = [polisher.polish(start, evaluations // (2 * len(starts))) for start in starts]
         promising = sorted(tried, key=lambda one: (one[1].reserved > self.budget, one[1].seconds))[:1]
