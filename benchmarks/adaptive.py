@@ -123,6 +123,7 @@ def main() -> int:
     expected = [training.step(number) for number in range(steps)]
     static = torch.accelerator.memory_allocated()  # with the gradients of the last step
     trace = perfect(training)
+    del training
     console.print(
         f"static {static / 2**20:.0f} MiB, activations {(kept - static) / 2**20:.0f} MiB, a step {ceiling * 1e3:.2f} ms"
         f" with everything kept, {full * 1e3:.2f} ms with every layer recomputed: at most {full / ceiling:.3f} times",
@@ -166,6 +167,7 @@ def point(
     layers: int, share: float, capacity: int, expected: list[float], trace: Trace, console: Console
 ) -> dict[str, Any]:
     """One capacity."""
+    gc.collect()
     training = Training(layers)
     tide.configure(capacity=capacity)
     run = lowtide.adapt(training.model, training.optimizer, verbose=False)

@@ -102,13 +102,25 @@ def test_steps_of_ones_own_end_when_one_says_so() -> None:
 def test_memory_that_disappears_costs_a_step_and_no_bit() -> None:
     expected, static, kept = undisturbed()
     training = Training()
-    tide.configure(capacity=kept)
     losses, run = adapted(training, 7)
-    tide.configure(capacity=static + (kept - static) // 2)
-    losses += [run.step(training.step) or 0.0 for _ in range(2)]
-    assert losses == expected
-    assert sum(step.rescued for step in run.steps) + len([one for one in run.events if one.kind == "repeated"])
+    attempts = []
+
+    def less_memory() -> float:
+        """Only the first time."""
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            tide.faults.shrink_capacity(60, (kept - static) // 4)
+        else:
+            tide.faults.disarm()
+            tide.configure(capacity=PLENTY)
+        return training.step()
+
+    losses.append(run.step(less_memory) or 0.0)
+    losses.append(run.step(training.step) or 0.0)
     run.remove()
+    assert losses == expected
+    assert [step.rescued > 0 for step in run.steps] == [False] * 7 + [True, False]
+    assert [event.kind for event in run.events].count("repeated") == 1
 
 
 def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:

@@ -100,10 +100,14 @@ def make_plan(
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
     begin, search.simulating = time.perf_counter(), 0.0
-    found = search.fit(options[0].simulation, swap=swap, recompute=recompute)
+    kept = options[0]
+    if kept.fits and fixed is None:
+        found = _Found([], kept.simulation.seconds, None, [])  # nothing is faster than to do nothing
+    else:
+        found = search.fit(kept.simulation, swap=swap, recompute=recompute)
     solve_seconds = time.perf_counter() - begin - search.simulating
     options += found.options
-    if pipeline.stages == 1 and fixed is None and recompute:
+    if pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
         progress("polishing")
         costs = [layer_cost(part, seconds) for part in trace.parts]
         options += search.polished(options, costs, options[0].simulation, swap=swap)
