@@ -78,7 +78,13 @@ def test_a_way_that_does_not_fit_is_said_to(plan: Plan) -> None:
     (kept,) = (option for option in plan.options if option.name == NOTHING)
     (line,) = (one for one in adaptive_text(plan).splitlines() if one.startswith("Without recompute:"))
     assert line.endswith("does not fit") == (not kept.fits)
-    assert "does not fit" in adaptive_text(replace(plan, feasible=False)).split("selective recompute:")[1]
+
+
+def test_where_nothing_fits_the_strategy_is_full_recompute_and_the_least_is_said(plan: Plan) -> None:
+    shown = adaptive_text(replace(plan, feasible=False, least=25 << 30)).splitlines()
+    assert shown[-2:] == [">> final selective strategy <<", "  nothing fits: every layer is recomputed"]
+    (line,) = (one for one in shown if one.startswith("With selective recompute:"))
+    assert re.search(r"25 GiB +is the least; does not fit$", line)
 
 
 def test_a_loop_of_ones_own_hears_of_it_on_standard_error(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:

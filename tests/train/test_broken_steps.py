@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from layout_cases import SHARD, data
-from lowtide._torch_private import drop_pipeline_losses, imagined_process_group
 from ranks import Ranks
 from train import broken_steps
 
@@ -59,27 +57,3 @@ def test_ranks_that_break_a_step_off_together_run_it_again_together(two: Ranks, 
         assert told
         assert bits
         assert broken == 8
-
-
-def test_a_pipelines_schedule_forgets_the_losses_of_a_step_that_was_broken_off() -> None:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    with imagined_process_group(1):
-        layer, failing = torch.nn.Linear(2, 2), [True]
-
-        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            if failing[0] and bool(target.any()):
-                raise torch.OutOfMemoryError
-            return (output - target).square().sum()
-
-        schedule = ScheduleGPipe(PipelineStage(layer, 0, 1, torch.device("cpu")), n_microbatches=2, loss_fn=loss)
-        given, target = torch.ones(2, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
-        losses: list[torch.Tensor] = []
-        with pytest.raises(torch.OutOfMemoryError):
-            schedule.step(given, target=target, losses=losses)
-        failing[0] = False
-        with pytest.raises(RuntimeError, match="Expecting 2 losses but got 3"):
-            schedule.step(given, target=target, losses=losses)
-        drop_pipeline_losses(schedule)
-        schedule.step(given, target=target, losses=losses)
-        assert len(losses) == 2

@@ -36,17 +36,20 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     slowest = full.simulation.seconds if full is not None else None
     for title, found in (
         ("Without recompute:", _named(plan, NOTHING)),
+        ("With what is fixed only:", _named(plan, "what is fixed")),
         ("With all recompute:", full),
     ):
         if found is not None:
             table.add_row(title, *_cells(found.simulation, slowest), "" if found.fits else "does not fit")
-    fits = "" if plan.feasible else "does not fit"
-    table.add_row("With selective recompute:", *_cells(plan.simulation, slowest), fits, style="bold")
+    if plan.feasible:
+        table.add_row("With selective recompute:", *_cells(plan.simulation, slowest), "", style="bold")
+    else:
+        table.add_row("With selective recompute:", format_bytes(plan.least), "", "", "is the least; does not fit")
     console.print(table)
     budget = f"budget {format_bytes(plan.budget)}" if plan.budget < _UNBOUNDED else "no budget"
     console.print(f"{budget}; predicted from what was measured", soft_wrap=True)
     console.print(">> final selective strategy <<", soft_wrap=True)
-    for line in strategy(plan):
+    for line in strategy(plan) if plan.feasible else ["  nothing fits: every layer is recomputed"]:
         console.print(line, soft_wrap=True)
 
 
