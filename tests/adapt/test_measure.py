@@ -161,6 +161,59 @@ def test_of_several_micro_batches_the_first_is_shown_and_the_optimizers_step() -
     assert sum(one.parts[0].static.optimizer) > 2 * sum(one.parts[0].static.parameters)
 
 
+def zeroed_in_place(run: Run) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+    run.loss().backward()
+    run.optimizer.step()
+
+
+def cleared_after_forward(run: Run) -> None:
+    logits = run.model(run.tokens)  # which lives until the end
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), run.tokens[:, 1:].flatten())
+    run.optimizer.zero_grad()
+    loss.backward()
+    run.optimizer.step()
+
+
+def clipped(run: Run) -> None:
+    for _ in range(2):
+        run.loss().backward()
+        float(run.model.layers["0"].attention_norm.weight.grad.square().sum())  # somebody logs
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def test_what_runs_between_backward_and_the_optimizers_step_is_the_optimizers() -> None:
+    def kinds(step: Callable[[Run], None]) -> list[str]:
+        run = Run()
+        measuring = Measuring(run.model, optimizers=[run.optimizer])
+        for _ in range(2):
+            with measuring.step():
+                step(run)
+        trace = measuring.trace()
+        assert [kernel.kind for kernel in trace.after.kernels].count("aten::pow") == 0
+        return [kernel.kind for kernel in trace.optimizer.kernels]
+
+    with_clipping, without = kinds(clipped), kinds(Run.step)
+    assert with_clipping[-len(without) :] == without
+    assert any("norm" in kind for kind in with_clipping)
+    assert with_clipping.count("aten::pow") == 1  # what was logged after the first micro batch is not there
+
+
+@pytest.mark.parametrize("step", [zeroed_in_place, cleared_after_forward])
+def test_gradients_that_stay_are_part_of_the_peak(step: Callable[[Run], None]) -> None:
+    run = Run()
+    measuring = Measuring(run.model, optimizers=[run.optimizer])
+    for _ in range(2):
+        with measuring.step():
+            step(run)
+    policy = POLICIES["keep"]
+    predicted = simulate(measuring.trace(), policy, link_of(torch.device("tide")), even_pipeline(LAYERS))
+    peak = run.peak(lambda: step(run))
+    assert predicted.peak + run.tokens.nbytes == pytest.approx(peak, rel=1e-2)
+
+
 def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], Measuring]:
     """Losses and parameters of a few steps of one of the parity models, with dropout."""
     tide.reset()

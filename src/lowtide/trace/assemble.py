@@ -98,8 +98,8 @@ class _Cut:
         self.ends: dict[int, Place] = {}
         for place, events in self.streams.items():
             for what, number in events:
-                if what == "free":
-                    self.ends[number] = place
+                if what == "free" and (place[0] == "optimizer") == (backward.storages[number].made[0] == "optimizer"):
+                    self.ends[number] = place  # what outlives backward has no end
         saved_in: dict[int, set[int]] = {}
         for number, place, _, _ in backward.saved:
             saved_in.setdefault(number, set()).add(place[1])

@@ -9,7 +9,8 @@ pipeline, in each other's way. What is written down:
 - backward: the one that comes to a gradient or a saved tensor of that forward. There may be two: some schedules compute
   gradients of parameters apart. It lasts until the engine has run what was to be run at the end; sharded parameters
   have something there. Callbacks run in the order they were asked for: we ask at every layer, and the last one counts.
-- the optimizers' steps.
+- the optimizers' steps, and what runs between the last backward and them, such as clipping. That it was the last one
+  shows only afterwards: what was written down after another is taken back.
 
 In between the recorder is paused: what is saved for backward is still held its way, and nothing is written down.
 """
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch_private import at_end_of_backward, current_backward, current_node, storage_key
 from lowtide.operators.calls import tensors_of
-from lowtide.trace.recorder import Occasion, Place, Recorder
+from lowtide.trace.recorder import Mark, Occasion, Place, Recorder
 
 __all__ = ["Phases"]
 
@@ -43,6 +44,10 @@ class Phases:
         """Where backward is, or goes on."""
         self.asked = 0
         """How often we asked to be told of the end of backward, less how often we were."""
+        self.backward_ran = False
+        """Whether a backward of any kind ran since the model did, or an optimizer."""
+        self.optimizing: Mark | None = None
+        """Where what may be the optimizer's began; None if nothing has, or if it has proved to be."""
         self.whole = False
         """Whether a forward and its backward were seen."""
         recorder.attend = self._attend
@@ -63,6 +68,7 @@ class Phases:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._not_optimizing()
             self._pause()
 
     def _pause(self) -> None:
@@ -71,6 +77,8 @@ class Phases:
     # Forward.
 
     def _model_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._not_optimizing()
+        self.backward_ran = False
         if self.now == "forward":
             self._pause()  # another micro batch
         if self.now != "before" or not torch.is_grad_enabled():
@@ -81,6 +89,8 @@ class Phases:
         recorder.static = {storage_key(tensor) for tensor in known}
         recorder.paused, self.now = False, "forward"
         recorder.move("forward", -1)
+        for gradient in self._gradients():
+            recorder.learn(gradient)  # of the step before: it may go before backward, or stay
         given = tensors_of((args, kwargs))
         self.given = tuple(given[0].shape) if given else ()
         for tensor in given:
@@ -95,16 +105,26 @@ class Phases:
 
     def _attend(self, occasion: Occasion) -> None:
         if occasion == "kernel":
-            if self.now == "forward" and current_backward() != -1:
-                self._backward_begins()
+            self._kernel(in_backward=current_backward() != -1)
         elif self.now in ("forward", "between"):
             self._backward_begins()
         elif occasion == "gradient":
             self._ask_for_end()
 
+    def _kernel(self, *, in_backward: bool) -> None:
+        if in_backward:
+            self._not_optimizing()
+            self.backward_ran = True
+            if self.now == "forward":
+                self._backward_begins()
+        elif self.now == "between" and self.whole and self.backward_ran:
+            self.optimizing = self.recorder.mark()
+            self._optimize()
+
     def _backward_begins(self) -> None:
         recorder = self.recorder
-        recorder.static |= {storage_key(one) for one in self._gradients()}  # those that were there before
+        for gradient in self._gradients() if not self.whole else ():
+            recorder.forget(gradient)  # it stays: what is computed is added to it
         first = recorder.take_seed() if self.now == "forward" else ()
         recorder.paused, self.now = False, "backward"
         recorder.move(*self.backward)
@@ -130,11 +150,23 @@ class Phases:
 
     # The optimizers' steps.
 
+    def _optimize(self) -> None:
+        self.recorder.paused, self.now = False, "optimizer"
+        self.recorder.move("optimizer", 0)
+
+    def _not_optimizing(self) -> None:
+        """What was taken to be before an optimizer's step was before something else."""
+        if self.optimizing is not None:
+            self.recorder.take_back(self.optimizing)
+            self.optimizing = None
+            self._pause()
+
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizing = None
         if self.now == "between" and self.whole:
-            self.recorder.paused, self.now = False, "optimizer"
-            self.recorder.move("optimizer", 0)
+            self._optimize()
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.now == "optimizer":
+            self.backward_ran = False
             self._pause()

@@ -47,7 +47,7 @@ from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
 from lowtide.trace.traffic import bytes_read, communication, computed_in
 
-__all__ = ["Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
+__all__ = ["Mark", "Occasion", "Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
 
 LOSS = "loss"
 """What runs after the layers and is no operator of the model."""
@@ -97,6 +97,14 @@ class _Call:
     inputs: tuple[int, ...]
     nodes: range = field(default_factory=lambda: range(0))
     """The numbers of the autograd nodes that it made."""
+
+
+class Mark(NamedTuple):
+    """How much had been written down at one moment."""
+
+    events: dict[Place, int]
+    kernels: int
+    storages: int
 
 
 class Recorder(TorchDispatchMode):
@@ -247,6 +255,14 @@ class Recorder(TorchDispatchMode):
         self.given[key] = storage.nbytes()
         self.references[key] = weakref.ref(storage, lambda _: self.given.pop(key, None))
 
+    def forget(self, tensor: Tensor) -> None:
+        """A storage that was taken to be made is there for good."""
+        key = storage_key(tensor)
+        self.static.add(key)
+        number = self.known.pop(key, None)
+        if number is not None and self.references.pop(key, None) is not None:
+            self.streams[self.storages[number].made].remove(("make", number))
+
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device.type in (self.device, "meta")
 
@@ -351,6 +367,22 @@ class Recorder(TorchDispatchMode):
 
     def _leave_node(self, *_: Any) -> None:
         self.meeting = True
+
+    def mark(self) -> Mark:
+        """How much has been written down."""
+        return Mark(
+            {place: len(events) for place, events in self.streams.items()}, len(self.kernels), len(self.storages)
+        )
+
+    def take_back(self, mark: Mark) -> None:
+        """Forget what was written down since then; no storage from before has ended, nor was anything saved."""
+        for place, events in self.streams.items():
+            del events[mark.events.get(place, 0) :]
+        del self.kernels[mark.kernels :]
+        for key, number in list(self.known.items()):
+            if number >= mark.storages:
+                del self.known[key]
+                self.references.pop(key, None)
 
     def take_seed(self) -> list[Event]:
         """Take back the last that was written down if it made the gradient that a backward begins with.
