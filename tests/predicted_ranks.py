@@ -24,7 +24,7 @@ from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import divide_experts, divide_matrices, share_data
-from lowtide.train.traced import TracedRank, trace_rank
+from lowtide.train.traced import TracedRank, _groups, trace_rank
 
 __all__ = ["measured_peaks", "predicted_peaks"]
 
@@ -57,7 +57,7 @@ def measured_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[int]:
 def _measured(rank: TracedRank, policy: Policy) -> int:
     device = torch.device("tide", 0)
     model, handle = _built(rank, policy, device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(_groups(model), fused=True)
     step = _step_of(model, rank, device)
     gc.collect()  # an earlier model may still be there
     for _ in range(3):

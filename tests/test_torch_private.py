@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lowtide._torch_private import (
     FakeTensorMode,
@@ -23,6 +24,8 @@ from lowtide._torch_private import (
     autocast_state,
     compiled_call,
     current_backward,
+    current_node,
+    drop_pipeline_losses,
     exchange_rows,
     function_modes,
     held_indices,
@@ -203,6 +206,25 @@ def test_a_callback_runs_at_the_end_of_the_backward_that_queued_it() -> None:
     assert seen[2:] == ["end", "end"]
 
 
+def test_the_node_that_runs_is_known_while_its_gradient_is_added_to_another() -> None:
+    seen: list[Any] = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "aten::add":
+                seen.append(current_node())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    first, second = x.sin(), x.cos()
+    loss = (first * second).sum()
+    with Sums():
+        loss.backward()
+    assert len(seen) == 1  # between two nodes, and yet the one before is named
+    assert seen[0] in (first.grad_fn, second.grad_fn)
+    assert current_node() is None
+
+
 def test_autocast_can_be_set_as_it_was() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = autocast_state()
@@ -328,3 +350,25 @@ def test_the_tensors_that_see_a_storage_are_counted() -> None:
     assert storage_users(tensor) == 1
     saved = torch.ones(4, requires_grad=True).exp()  # by its own node
     assert storage_users(saved) == 2
+
+
+def test_a_pipelines_schedule_forgets_the_losses_of_a_step_that_was_broken_off(mesh: Any) -> None:
+    layer, failing = torch.nn.Linear(2, 2), [True]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if failing[0] and bool(target.any()):
+            raise torch.OutOfMemoryError
+        return (output - target).square().sum()
+
+    stage = PipelineStage(layer, 0, 1, torch.device("cpu"), group=dist.new_group([0]))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss)
+    given, target = torch.ones(2, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    losses: list[torch.Tensor] = []
+    with pytest.raises(torch.OutOfMemoryError):
+        schedule.step(given, target=target, losses=losses)
+    failing[0] = False
+    with pytest.raises(RuntimeError, match="Expecting 2 losses but got 3"):
+        schedule.step(given, target=target, losses=losses)
+    drop_pipeline_losses(schedule)
+    schedule.step(given, target=target, losses=losses)
+    assert len(losses) == 2

@@ -44,6 +44,8 @@ __all__ = [
     "backward_node_number",
     "compiled_call",
     "current_backward",
+    "current_node",
+    "drop_pipeline_losses",
     "exchange_rows",
     "finish_collective",
     "flattened",
@@ -63,6 +65,8 @@ __all__ = [
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "reset_reducer",
+    "reset_sharding",
     "resolved_operator",
     "saved_operand",
     "saved_operands",
@@ -256,6 +260,11 @@ def backward_node_number() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def current_node() -> Any:
+    """The node that backward is running on this thread, until what it gave has been added to what was there."""
+    return torch._C._current_autograd_node()
+
+
 def storage_key(tensor: Tensor) -> int:
     """The address of the tensor's storage object: equal for views, unique while the storage lives."""
     key: int = inner_tensor(tensor).untyped_storage()._cdata
@@ -414,3 +423,28 @@ def exchange_rows(rows: Tensor, received: list[int], sent: list[int], group: Any
     arrived = functional.all_to_all_single(rows, received, sent, group)
     done: Tensor = functional.wait_tensor(arrived)
     return done
+
+
+def reset_reducer(module: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP forget a backward that was broken off; otherwise the next forward is refused."""
+    module.reducer._reset_state()
+
+
+def drop_pipeline_losses(schedule: Any) -> None:
+    """Let a pipeline schedule forget the losses of a step that was broken off; they would count for the next one."""
+    schedule._internal_losses.clear()
+
+
+def reset_sharding(module: Any) -> None:
+    """Let FSDP forget a step that was broken off; ``module`` is the root that ``fully_shard`` was called on.
+
+    Torch's own ``reset_iter_state`` leaves the gradients of gathered parameters that were not reduced yet; the next
+    backward would add to them.
+    """
+    module.reset_iter_state()
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # gathered before
+                    parameter._unsharded_param.grad = None

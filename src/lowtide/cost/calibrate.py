@@ -17,19 +17,14 @@ from lowtide.cost.device import Device
 from lowtide.cost.fit import Sample, fit
 from lowtide.cost.kernel import KernelWork, fingerprint, is_free, kernel_class
 from lowtide.cost.kernels import kernel_flops
+from lowtide.cost.links import measure_links
 from lowtide.cost.rerun import rerun
 from lowtide.cost.shape import ITEM, TensorShape, read_shape
 from lowtide.cost.standard import standard_kernels
 from lowtide.cost.stopwatch import DeviceWatch, HostWatch, settled_seconds, watch_for
 
-__all__ = ["Calibration", "calibrate", "measure_more"]
+__all__ = ["Calibration", "calibrate", "device_name", "measure_more", "unknown_device"]
 
-LINK_SIZES = (1 << 12, 1 << 24)
-"""Bytes of the copies that a link is measured with."""
-TINY = 1
-"""Elements of a kernel that is all latency."""
-ISSUED = 100
-"""Kernels that are issued in a row to see what issuing takes."""
 ROUNDS = 40
 """The most measurements of a kernel."""
 LONGEST_CALL = {"matmul": 0.4, "attention": 0.1, "memory": 0.02}
@@ -85,26 +80,25 @@ def calibrate(
     watch = watch_for(device)
     with torch.no_grad(), _random_restored(device):
         progress("links", 0, 1)
-        latency, launch = _latencies(device, watch)
-        links = {way: _link(device, watch, way) for way in ("out", "in")}
+        links = measure_links(device, watch, rounds=ROUNDS)
         given = {one.key: one for one in _distinct(kernels)}
         more = [one for one in _standard() if one.key not in given] if standard else []
         samples, failed = _measure([*given.values(), *more], device, watch, seconds, progress)
-    found = fit(samples.values(), latency)
+    found = fit(samples.values(), links.kernel_latency)
     measured = {key: sample.seconds for key, sample in samples.items()}
-    base = like or _unknown(device)
+    base = like or unknown_device(device)
     result = Device(
-        name=_name(device),
+        name=device_name(device),
         capacity=_capacity(device),
         flops=found.flops if found and found.flops else base.flops,
         memory_bandwidth=found.memory_bandwidth if found else base.memory_bandwidth,
-        link_out=links["out"][1],
-        link_in=links["in"][1],
+        link_out=links.rate_out,
+        link_in=links.rate_in,
         interconnect=base.interconnect,
         network=base.network,
-        launch=launch,
-        kernel_latency=latency,
-        copy_latency=(links["out"][0] + links["in"][0]) / 2,
+        launch=links.launch,
+        kernel_latency=links.kernel_latency,
+        copy_latency=links.copy_latency,
         collective_latency=base.collective_latency,
         devices_per_node=base.devices_per_node if like else max(1, torch.accelerator.device_count()),
         host_memory=_host_memory(),
@@ -136,7 +130,7 @@ def measure_more(
 
 def _notes(device: torch.device, like: Device | None, kernels: int, missing: set[str]) -> tuple[str, ...]:
     notes = [
-        f"measured on {_name(device)} with torch {torch.__version__}, {kernels} kernels",
+        f"measured on {device_name(device)} with torch {torch.__version__}, {kernels} kernels",
         "interconnect, network and collectives were not measured: "
         + (f"they are those of {like.name}" if like is not None else "the figures are placeholders"),
     ]
@@ -259,41 +253,8 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _latencies(device: torch.device, watch: DeviceWatch | HostWatch) -> tuple[float, float]:
-    """Seconds of an empty kernel, and of issuing one."""
-    tiny = torch.ones(TINY, device=device)
-    call = tiny.neg
-    call()
-    (latency,) = settled_seconds([call], watch, rounds=ROUNDS)
-    issued = sorted(watch.issued(call, ISSUED) for _ in range(5))[2]
-    if issued <= 1.05 * latency:
-        return latency, 0.0  # it hides behind any kernel
-    return latency, issued - latency / ISSUED  # the last kernel still runs when all are issued
-
-
-def _link(device: torch.device, watch: DeviceWatch | HostWatch, way: str) -> tuple[float, float]:
-    """Latency and bytes per second of a link, by a small copy and a large one."""
-    small, large = LINK_SIZES
-    host = torch.zeros(large, dtype=torch.uint8)
-    if device.type != "cpu":
-        host = host.pin_memory()
-    there = torch.zeros(large, dtype=torch.uint8, device=device)
-    source, destination = (there, host) if way == "out" else (host, there)
-
-    def copy_of(size: int) -> Callable[[], Tensor]:
-        return lambda: destination[:size].copy_(source[:size], non_blocking=True)
-
-    times = []
-    for size in LINK_SIZES:  # not in turns: on a CPU the large one would drive the small one out of the caches
-        call = copy_of(size)
-        call()
-        times += settled_seconds([call], watch, rounds=ROUNDS)
-    short, long = times
-    rate = (large - small) / max(long - short, 1e-9)
-    return max(0.0, short - small / rate), rate
-
-
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What a device is called."""
     module = getattr(torch, device.type, None)
     found = getattr(module, "get_device_name", None)
     if device.type != "cpu" and callable(found):
@@ -317,7 +278,7 @@ def _host_memory() -> int:
         return 1 << 36
 
 
-def _unknown(device: torch.device) -> Device:
+def unknown_device(device: torch.device) -> Device:
     """What is assumed of a device before anything is measured."""
     return Device(
         name=device.type, capacity=1, flops={"float32": 1e12}, memory_bandwidth=1e11, link_out=1e10, link_in=1e10,

@@ -40,19 +40,20 @@ class DeviceWatch:
 
     quantile = 0.5
 
-    def __init__(self, device: torch.device) -> None:
-        self.host = torch.zeros(LONGEST, dtype=torch.uint8).pin_memory()
-        self.landing = torch.zeros(LONGEST, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, longest: int = LONGEST) -> None:
+        self.host = torch.zeros(longest, dtype=torch.uint8).pin_memory()
+        self.landing = torch.zeros(longest, dtype=torch.uint8, device=device)
         self.begin, self.end = (torch.Event(device, enable_timing=True) for _ in range(2))
 
     def __call__(self, call: Call, repeat: int = 1) -> float:
-        size = min(SHORTEST * max(1, repeat // 4), LONGEST)
+        longest = self.host.numel()
+        size = min(SHORTEST * max(1, repeat // 4), longest)
         while True:
             self.landing[:size].copy_(self.host[:size], non_blocking=True)
             seconds, queued = self._between(call, repeat)
-            if queued or size >= LONGEST:
+            if queued or size >= longest:
                 return seconds
-            size *= 4
+            size = min(4 * size, longest)
 
     def issued(self, call: Call, repeat: int) -> float:
         """Seconds of one call on a device that waits for nothing else: the longer of issuing and running it."""
@@ -91,9 +92,9 @@ class HostWatch:
         return 0.0
 
 
-def watch_for(device: torch.device) -> DeviceWatch | HostWatch:
-    """What measures calls on a device."""
-    return HostWatch() if device.type == "cpu" else DeviceWatch(device)
+def watch_for(device: torch.device, longest: int = LONGEST) -> DeviceWatch | HostWatch:
+    """What measures calls on a device; it takes ``longest`` bytes there."""
+    return HostWatch() if device.type == "cpu" else DeviceWatch(device, longest)
 
 
 def settled_seconds(

@@ -1,12 +1,26 @@
-"""A tensor that autograd saved through hooks and that stays as it is."""
+"""What hooks give autograd in place of a saved tensor; the usual one holds the tensor as it is."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from lowtide._torch_private import version_of, without_graph
 
-__all__ = ["Kept", "kept_apart"]
+__all__ = ["Held", "Hold", "Kept", "held_tensor", "kept_apart"]
+
+
+class Held(Protocol):
+    """What autograd is given in place of a tensor that it saves."""
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
+
+
+Hold: TypeAlias = Callable[[Tensor], Held]
+"""Decides how a tensor is held for backward."""
 
 
 class Kept:
@@ -37,3 +51,8 @@ def kept_apart(tensor: Tensor) -> Kept:
     is that of the write, which comes after.
     """
     return Kept(without_graph(tensor))
+
+
+def held_tensor(held: Held) -> Tensor:
+    """The tensor that is held, whichever way."""
+    return held.tensor()

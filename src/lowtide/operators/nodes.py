@@ -54,7 +54,7 @@ def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | Non
         if type(held) is Tensor:
             if held._version:
                 return None
-        elif held is None or isinstance(held, Tensor):
+        elif held is None or isinstance(held, Tensor) or getattr(held, "written", False):
             return None
     options = {name: getattr(node, f"_saved_{name}") for name in names} if names else _NO_OPTIONS
     return (function, operands, options) if operands else None

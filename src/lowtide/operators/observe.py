@@ -33,7 +33,7 @@ from lowtide._torch_private import (
     written_arguments,
 )
 from lowtide.operators.calls import CallTracker, Site, tensors_of
-from lowtide.operators.kept import Kept, kept_apart
+from lowtide.operators.kept import Held, Hold, Kept, held_tensor, kept_apart
 from lowtide.operators.nodes import read_node
 
 __all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
@@ -119,8 +119,12 @@ SavedTensor: TypeAlias = Callable[[Tensor, Source], None]
 
 
 @contextmanager
-def observe(layer: nn.Module, *, saved: SavedTensor | None = None) -> Iterator[Callable[[], Observation]]:
+def observe(
+    layer: nn.Module, *, saved: SavedTensor | None = None, hold: Hold = kept_apart
+) -> Iterator[Callable[[], Observation]]:
     """Watch ``layer`` while it runs inside this context; the yielded function gives what was seen.
+
+    ``hold`` says how what is saved for backward is held meanwhile.
 
     >>> layer = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
     >>> with observe(layer) as seen:
@@ -128,7 +132,7 @@ def observe(layer: nn.Module, *, saved: SavedTensor | None = None) -> Iterator[C
     >>> [(pack.operator, pack.source, pack.owner) for pack in seen().packs]
     [('0', 'boundary', ''), ('0', 'static', ''), ('1', 'operator', '0')]
     """
-    watcher = Watcher(layer, saved)
+    watcher = Watcher(layer, saved, hold)
     tracker = CallTracker(layer, watcher)
     tracker.attach()
     try:
@@ -140,8 +144,10 @@ def observe(layer: nn.Module, *, saved: SavedTensor | None = None) -> Iterator[C
 class Watcher:
     """What is known while a layer runs: whose value each storage holds, and what has been saved."""
 
-    def __init__(self, layer: nn.Module, saved: SavedTensor | None = None) -> None:
-        self.saved = saved
+    def __init__(self, layer: nn.Module, saved: SavedTensor | None = None, hold: Hold = kept_apart) -> None:
+        self.saved, self.hold = saved, hold
+        self.holding = False
+        """Whether a tensor is being put away: the kernels of that are not the layer's."""
         self.origins: dict[int, _Origin] = {}
         self.numbers = 0
         self.owners: dict[int, str] = {}
@@ -168,7 +174,7 @@ class Watcher:
 
     def resume(self) -> None:
         """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
-        self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, Kept.tensor)]
+        self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, held_tensor)]
         for context in self.contexts:
             context.__enter__()
 
@@ -233,7 +239,19 @@ class Watcher:
         if self.open is not None and torch.Tag.nondeterministic_seeded in func.tags:
             self.open.random = True
 
-    def pack(self, tensor: Tensor) -> Kept:
+    def pack(self, tensor: Tensor) -> Held:
+        """Autograd saves a tensor."""
+        self.save(tensor)
+        if isinstance(tensor, nn.Parameter):
+            return Kept(tensor)  # it has no graph, and is to be known as what it is
+        self.holding = True
+        try:
+            return self.hold(tensor)
+        finally:
+            self.holding = False
+
+    def save(self, tensor: Tensor) -> None:
+        """Note that a tensor is saved."""
         origin, output = self.origin(tensor), is_own_output(tensor)
         base = tensor._base
         self.packs.append(
@@ -248,14 +266,12 @@ class Watcher:
                 tensor.is_floating_point() or tensor.is_complex(),
                 origin.cast,
                 output,
-                by_node=read_node(tensor if base is None else base, Kept.tensor) is not None,
+                by_node=read_node(tensor if base is None else base, held_tensor) is not None,
                 on_host=tensor.is_cpu,
             )
         )
         if self.saved is not None:
             self.saved(tensor, origin.source)
-        # A parameter has no graph, and is to be known as what it is.
-        return Kept(tensor) if isinstance(tensor, nn.Parameter) else kept_apart(tensor)
 
 
 class _OpenCall:
@@ -288,6 +304,8 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.watcher.holding:
+            return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
         known = {storage_key(tensor) for tensor in given}
         result = func(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import storage_bytes
 from lowtide.operators.calls import CallTracker
+from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.observe import Source, Watcher
 
 __all__ = ["Held", "Root"]
@@ -52,9 +53,9 @@ class _Saved(NamedTuple):
 class Root:
     """The part of a model outside its layers, while it is watched."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], hold: Hold = kept_apart) -> None:
         self.model, self.layers = model, layers
-        self.watcher = Watcher(model)
+        self.watcher = Watcher(model, hold=hold)
         self.tracker = CallTracker(model, self.watcher)
         self.inside: list[_Saved] = []
         for layer in layers:
@@ -83,7 +84,7 @@ class Root:
         movable = tensor.is_floating_point() or tensor.is_complex()
         self.inside.append(_Saved(source, number, storage_bytes(tensor), movable))
         if source == "root":
-            self.watcher.pack(tensor)
+            self.watcher.save(tensor)
 
     def held(self) -> Held:
         """The bytes of every storage that was saved, each in one place."""

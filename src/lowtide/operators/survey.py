@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
-from lowtide.operators.observe import observe
+from lowtide.operators.observe import Observation, observe
 from lowtide.operators.root import Held, Root
 from lowtide.policy import Catalogue
 
-__all__ = ["Survey", "survey"]
+__all__ = ["Survey", "survey", "surveying"]
 
 
 class Survey(NamedTuple):
@@ -49,16 +50,33 @@ def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = Non
     >>> len(found.kinds), [operator.name for operator in found.kinds[0].operators]
     (1, ['0', '1'])
     """
-    found = find_layers(model, layers)
-    root = Root(model, found.modules)
-    with ExitStack() as stack:
-        results = [stack.enter_context(observe(module, saved=root.saved_inside)) for module in found.modules]
-        stack.enter_context(root.watch())  # after the layers: it pauses before they begin and goes on after they end
+    with surveying(model, layers=layers) as seen:
         run()
+    return seen()
+
+
+@contextmanager
+def surveying(
+    model: nn.Module, *, layers: str | None = None, hold: Hold = kept_apart
+) -> Iterator[Callable[[], Survey]]:
+    """As :func:`survey`, of whatever runs inside this context; the yielded function gives what was seen.
+
+    A model that runs more than once is known by its last run. ``hold`` says how what the model saves for backward is
+    held.
+    """
+    found = find_layers(model, layers)
+    root = Root(model, found.modules, hold)
+    with ExitStack() as stack:
+        results = [stack.enter_context(observe(module, saved=root.saved_inside, hold=hold)) for module in found.modules]
+        stack.enter_context(root.watch())  # after the layers: it pauses before they begin and goes on after they end
+        yield lambda: _sum_up(model, found, [result() for result in results], root)
+
+
+def _sum_up(model: nn.Module, found: Layers, seen: Sequence[Observation], root: Root) -> Survey:
     kinds: dict[str, LayerKind] = {}
     kind_of: list[int] = []
-    for module, result in zip(found.modules, results, strict=True):
-        kind = layer_kind(module, result())
+    for module, observation in zip(found.modules, seen, strict=True):
+        kind = layer_kind(module, observation)
         kinds.setdefault(kind.digest, kind)
         kind_of.append(list(kinds).index(kind.digest))
     inside = [saved.storage for saved in root.inside]

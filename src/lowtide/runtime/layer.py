@@ -122,7 +122,10 @@ def timed_again(forward: Function, ledger: Ledger, line: Line) -> Function:
 
 
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
-    """A layer that is recomputed as a whole and whose input, all that it holds, is swapped."""
+    """A layer that is recomputed as a whole and whose input, all that it holds, is swapped.
+
+    The input is wanted when backward reaches the layer's last operator.
+    """
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
         refuse_compilation(line.layer)
@@ -137,7 +140,7 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
                 return tensor
             saved = departures.out(tensor, swap, line, first + swap.prefetch)
             for one in departures.latest:
-                manager.schedule.come_back(one.reference, first + span.count)
+                manager.schedule.come_back(one.reference, first + span.count - 1 + swap.prefetch)
             return saved
 
         with saved_tensors_hooks(keeping(pack, manager), unpack):

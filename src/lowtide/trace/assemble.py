@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import storage_bytes, storage_key
+from lowtide.operators import observe
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.families import aliases_of
 from lowtide.operators.kinds import LayerKind
@@ -26,39 +30,52 @@ def assemble(
     *,
     seconds: Sequence[float] | None,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     name: str,
     layout: Mapping[str, int],
     batch: Mapping[str, int],
 ) -> Trace:
     """The Trace of a recording; ``forward`` and ``backward`` are one, or two runs that did the same."""
-    states = dict(optimizer.state) if optimizer is not None else {}
+    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     count = len(found.kind_of)
     cut = _Cut(forward, backward, seconds, count)
-    parts: dict[Part, int] = {}
+    parts: dict[Part, list[Part]] = {}
     layers: list[int] = []
     claimed: set[int] = set()
     for index, (module, kind) in enumerate(zip(found.layers.modules, found.kind_of, strict=True)):
         static = _static(module, states, claimed)
         part = cut.part(index, found.kinds[kind].name, found.kinds[kind], static)
-        layers.append(parts.setdefault(part, len(parts)))
+        plain = part.without_seconds()
+        parts.setdefault(plain, []).append(part)
+        layers.append(list(parts).index(plain))
     # What is outside the layers is held before them: only the head's own parameters stand behind.
     behind = _static_behind(model, found, states, claimed)
-    before = cut.part(-1, "before", found.root, _static(model, states, claimed))
+    held = _static(model, states, claimed)
+    held = held._replace(buffers=(*held.buffers, *backward.given.values()))
+    before = cut.part(-1, "before", found.root, held)
     after = cut.part(count, "after", found.root, behind)
-    device = next((tensor.device.type for tensor in model.parameters()), "cpu")
     return Trace(
         model=name,
-        parts=tuple(parts),
+        parts=tuple(map(_typical, parts.values())),
         layers=tuple(layers),
         before=before,
         after=after,
         optimizer=cut.optimizer(),
         layout=layout,
         batch=batch,
-        device=device,
+        device=backward.device,
         measured=seconds is not None,
     )
+
+
+def _typical(parts: Sequence[Part]) -> Part:
+    """Layers that do the same as one; of each kernel the median time."""
+    first = parts[0]
+    kernels = []
+    for same in zip(*(part.kernels for part in parts), strict=True):
+        seconds = [kernel.seconds for kernel in same if kernel.seconds is not None]
+        kernels.append(same[0]._replace(seconds=median(seconds) if seconds else None))
+    return replace(first, kernels=tuple(kernels))
 
 
 class _Cut:
@@ -81,8 +98,8 @@ class _Cut:
         self.ends: dict[int, Place] = {}
         for place, events in self.streams.items():
             for what, number in events:
-                if what == "free":
-                    self.ends[number] = place
+                if what == "free" and (place[0] == "optimizer") == (backward.storages[number].made[0] == "optimizer"):
+                    self.ends[number] = place  # what outlives backward has no end
         saved_in: dict[int, set[int]] = {}
         for number, place, _, _ in backward.saved:
             saved_in.setdefault(number, set()).add(place[1])
@@ -201,7 +218,8 @@ class _Cut:
             numbers.local(one.writes),
             one.ranks,
             one.message,
-            self.seconds[number] if self.seconds is not None else None,
+            # What events around a collective show is not how long it takes: it runs on a stream of its own.
+            self.seconds[number] if self.seconds is not None and not one.ranks else None,
         )
 
     def _calls(self, numbers: _Numbers, kind: LayerKind) -> tuple[Call, ...]:
@@ -213,18 +231,44 @@ class _Cut:
 
     def _packs(self, numbers: _Numbers, kind: LayerKind | None) -> list[Pack]:
         saved = [self.recorded.saved[number] for number in numbers.packs]
-        if kind is not None and len(kind.packs) == len(saved):
-            return [
-                Pack(
-                    numbers.values.get(number, -1), pack.operator, pack.owner, pack.source, position,
-                    pack.movable, pack.cast, pack.by_node,
-                )
-                for (number, *_), pack, position in zip(saved, kind.packs, kind.positions, strict=True)
-            ]  # fmt: skip
+        known = _matched(kind, [operator for _, _, operator, _ in saved]) if kind is not None else [None] * len(saved)
         return [
-            Pack(numbers.values.get(number, -1), operator, "", "root" if number >= 0 else "static", 0, movable)
-            for number, _, operator, movable in saved
-        ]
+            Pack(
+                numbers.values.get(number, -1), found.pack.operator, found.pack.owner, found.pack.source,
+                found.position, found.pack.movable, found.pack.cast, found.pack.by_node,
+            )
+            if found is not None
+            else Pack(numbers.values.get(number, -1), operator, "", "root" if number >= 0 else "static", 0, movable)
+            for (number, _, operator, movable), found in zip(saved, known, strict=True)
+        ]  # fmt: skip
+
+
+class _Known(NamedTuple):
+    """What the survey knows of a tensor that is saved."""
+
+    pack: observe.Pack
+    position: int
+
+
+def _matched(kind: LayerKind, operators: Sequence[str]) -> list[_Known | None]:
+    """For each tensor that was saved, by which operator, what the survey knows of it.
+
+    As a rule the layer saved the same in both runs. Where its way depends on values, as with experts that got no token
+    in one of them, an operator is taken to save again what it saved then, from the first on.
+    """
+    everything = [_Known(*one) for one in zip(kind.packs, kind.positions, strict=True)]
+    if len(everything) == len(operators):
+        return list(everything)
+    by_operator: dict[str, list[_Known]] = {}
+    for one in everything:
+        by_operator.setdefault(one.pack.operator, []).append(one)
+    turns: Counter[str] = Counter()
+    result: list[_Known | None] = []
+    for operator in operators:
+        known = by_operator.get(operator, ())
+        result.append(known[turns[operator] % len(known)] if known else None)
+        turns[operator] += 1
+    return result
 
 
 class _Numbers:

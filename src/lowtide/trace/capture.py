@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import DisableTorchFunction, FakeTensorMode, inner_tensor, storage_key
+from lowtide._torch_private import FakeTensorMode, inner_tensor, storage_key
 from lowtide.errors import TraceError
-from lowtide.operators.calls import CallTracker, tensors_of
+from lowtide.operators.calls import tensors_of
+from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
-from lowtide.trace.recorder import Recorder
+from lowtide.trace.in_place import change_in_place
+from lowtide.trace.places import device_of, places
+from lowtide.trace.recorder import Recorder, imagined
 from lowtide.trace.trace import Trace
 
 __all__ = ["capture"]
@@ -52,14 +55,14 @@ def capture(
         runs = _Runs(model, run, optimizer, layers)
         progress("recording a step")
         if fake:
-            runs.whole(keep=False, imagine=True)  # the first makes what later ones find: states, buffers
-            forward = backward = runs.whole(keep=False, imagine=True)
+            runs.whole(imagined)  # the first makes what later ones find: states, buffers
+            forward = backward = runs.whole(imagined)
             timed: list[Recorder] = []
         else:
-            runs.whole(keep=True)
+            runs.whole(kept_apart)
             forward = runs.forward()
-            backward = runs.whole(keep=True)
-            timed = [runs.whole(keep=True, timed=True) for _ in range(rounds)]
+            backward = runs.whole(kept_apart)
+            timed = [runs.whole(kept_apart, timed=True) for _ in range(rounds)]
     _check_equal(forward, backward, *timed)
     progress("writing the trace")
     return assemble(
@@ -68,7 +71,7 @@ def capture(
         backward,
         seconds=_seconds(timed, len(backward.kernels)),
         model=model,
-        optimizer=optimizer,
+        optimizers=[optimizer] if optimizer is not None else [],
         name=name or type(model).__name__,
         layout=dict(layout or {}),
         batch=dict(batch or {}),
@@ -87,21 +90,22 @@ class _Runs:
     ) -> None:
         self.model, self.run, self.optimizer = model, run, optimizer
         self.layers: Sequence[nn.Module] = find_layers(model, layers).modules
+        self.device = device_of(model)
 
     def forward(self) -> Recorder:
         """A forward of which nothing is held."""
-        with self._recorded(Recorder(len(self.layers), keep=False, imagine=False)) as recorder:
+        with self._recorded(Recorder(len(self.layers), hold=None, device=self.device)) as recorder:
             loss = self.run()
             recorder.move("optimizer", 1)  # that its graph ends now is of no interest
             del loss
         return recorder
 
-    def whole(self, *, keep: bool, imagine: bool = False, timed: bool = False) -> Recorder:
+    def whole(self, hold: Hold, *, timed: bool = False) -> Recorder:
         """A forward and a backward, and the optimizer's step."""
-        recorder = Recorder(len(self.layers), keep=keep, imagine=imagine, timed=timed)
+        recorder = Recorder(len(self.layers), hold=hold, device=self.device, timed=timed)
         with self._recorded(recorder):
             loss = self.run()
-            recorder.follow(loss)
+            recorder.follow(loss.grad_fn)
             recorder.move("backward", len(self.layers))
             loss.backward()
             recorder.gradients = {
@@ -112,7 +116,7 @@ class _Runs:
                 self.optimizer.step()
             recorder.move("optimizer", 1)
             del loss
-        recorder.add_in_place()
+        change_in_place(recorder)
         return recorder
 
     @contextmanager
@@ -126,7 +130,7 @@ class _Runs:
         gc.disable()  # what ends when a cycle is found would end at another place in every run
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._places(recorder))
+                stack.enter_context(places(self.model, self.layers, recorder))
                 stack.enter_context(recorder.listening())
                 yield recorder
         finally:
@@ -137,108 +141,6 @@ class _Runs:
     def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
-
-    @contextmanager
-    def _places(self, recorder: Recorder) -> Iterator[None]:
-        """Tell the recorder which layer runs, and which operator."""
-        root = CallTracker(self.model, _Operators(recorder))
-        trackers = [CallTracker(layer, _Operators(recorder)) for layer in self.layers]
-        for layer in self.layers:
-            for module in layer.modules():
-                root.paths.pop(module, None)  # the layer's own tracker follows it
-        for tracker in [*trackers, root]:
-            tracker.attach()
-        hooks: list[Any] = []
-        for index, layer in enumerate(self.layers):
-            hooks.append(layer.register_forward_pre_hook(_Begin(recorder, root, index), prepend=True, with_kwargs=True))
-            hooks.append(layer.register_forward_hook(_End(recorder, root, index)))
-        hooks.append(self.model.register_forward_hook(_Result(recorder)))
-        try:
-            yield
-        finally:
-            for tracker in [*trackers, root]:
-                tracker.detach()
-            for hook in hooks:
-                hook.remove()
-
-
-class _Operators:
-    """Tells the recorder which operator runs."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass
-
-    def call_begins(self, name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.recorder.call_begins(name, (args, kwargs))
-
-    def call_ends(self, output: Any) -> None:
-        self.recorder.call_ends()
-
-    def layer_ends(self, *, completed: bool) -> None:
-        pass
-
-
-class _Begin:
-    """A layer is about to run."""
-
-    def __init__(self, recorder: Recorder, root: CallTracker, index: int) -> None:
-        self.recorder, self.root, self.index = recorder, root, index
-
-    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder, index = self.recorder, self.index
-        if self.root.stack and self.root.running is None:
-            self.root.running = layer  # so that functions called in the layer are not the root's
-        given = tensors_of((args, kwargs))
-        with DisableTorchFunction():  # the root's tracker listens
-            if given:
-                recorder.passed[index - 1] = recorder.number(given[0])
-                if index == 0 and given[0].requires_grad:
-                    given[0].register_hook(_Gradient(recorder, -1))
-        recorder.move("forward", index)
-
-
-class _End:
-    """A layer has run: what comes between it and the next belongs to the next."""
-
-    def __init__(self, recorder: Recorder, root: CallTracker, index: int) -> None:
-        self.recorder, self.root, self.index = recorder, root, index
-
-    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self.root.running is layer:
-            self.root.running = None
-        with DisableTorchFunction():
-            made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-            if made:
-                self.recorder.passed[self.index] = self.recorder.number(made[0])
-                made[0].register_hook(_Gradient(self.recorder, self.index))
-        self.recorder.leave("forward", self.index + 1)
-
-
-class _Result:
-    """The model has run: the largest tensor that it gives are its logits."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        with DisableTorchFunction():
-            largest = max(tensors_of(output), key=Tensor.numel, default=None)
-            if largest is not None and largest.requires_grad:
-                self.recorder.result = self.recorder.number(largest)
-
-
-class _Gradient:
-    """Backward comes to a part with the gradient of its output."""
-
-    def __init__(self, recorder: Recorder, part: int) -> None:
-        self.recorder, self.part = recorder, part
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.recorder.passed_back[self.part] = self.recorder.number(gradient)
-        self.recorder.move("backward", self.part)
 
 
 def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:
@@ -266,14 +168,8 @@ def _seconds(timed: Sequence[Recorder], count: int) -> list[float] | None:
         return None
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    rows = [[_elapsed(*(kernel.time or (0.0, 0.0))) for kernel in recorder.kernels] for recorder in timed]
+    rows = [[kernel.seconds for kernel in recorder.kernels] for recorder in timed]
     return [median(column) for column in zip(*rows, strict=True)][:count]
-
-
-def _elapsed(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    return float(begin.elapsed_time(end)) / 1000
 
 
 @contextmanager

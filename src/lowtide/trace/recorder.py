@@ -7,11 +7,12 @@ the very moment, whoever held it last. What autograd saves goes through hooks.
 
 In forward the recorder wants to see how long the program itself holds a storage, as if nothing were saved. So with fake
 tensors a hook keeps only a tensor's shape, and makes another fake tensor when backward asks for it: one run shows both.
-Real tensors are needed in backward. There, one run saves nothing and shows the forward, and a second one shows the
-backward; both do the same, and the recorder checks that they do.
+Real tensors are needed in backward. They can be held somewhere else meanwhile, such as in the host's memory, and then
+too one run shows both. If they stay where they are, one run saves nothing and shows the forward, and a second one shows
+the backward; both do the same, and the recorder checks that they do.
 
-Where two gradients meet, autograd adds one into the other if nobody else holds it, but not under a mode: then it makes
-a new tensor. The recorder sees that it happens outside of every node, and writes down what would happen without it.
+Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
+it makes a new tensor. The recorder sees that it happens outside of every node; see :mod:`lowtide.trace.in_place`.
 
 Sharded parameters are freed by resizing their storage, which is no kernel: the method is replaced while we listen.
 """
@@ -20,9 +21,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -33,7 +33,6 @@ from lowtide._torch_private import (
     Subclass,
     TorchDispatchMode,
     backward_node_number,
-    group_named,
     inner_tensor,
     node_number,
     storage_key,
@@ -43,14 +42,18 @@ from lowtide._torch_private import (
 from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import kept_apart
+from lowtide.operators.kept import Held, Hold, kept_apart
+from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
+from lowtide.trace.traffic import bytes_read, communication, computed_in
 
-__all__ = ["Place", "RecordedKernel", "Recorder", "Storage"]
+__all__ = ["Mark", "Occasion", "Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
 
 LOSS = "loss"
 """What runs after the layers and is no operator of the model."""
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
+Occasion: TypeAlias = Literal["kernel", "saved", "gradient"]
+"""A kernel is about to run; backward asks for something saved; backward comes to a part."""
 Place: TypeAlias = tuple[Phase, int]
 """Where something happens: the phase, and the part: -1 is before the layers, their number after them."""
 
@@ -81,6 +84,12 @@ class RecordedKernel(NamedTuple):
     time: tuple[Any, Any] | None
     """When it began and ended, where that was asked for."""
 
+    @property
+    def seconds(self) -> float:
+        """How long it took; the device must have come to its end."""
+        begin, end = self.time or (0.0, 0.0)
+        return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
+
 
 @dataclass(slots=True)
 class _Call:
@@ -90,16 +99,30 @@ class _Call:
     """The numbers of the autograd nodes that it made."""
 
 
+class Mark(NamedTuple):
+    """How much had been written down at one moment."""
+
+    events: dict[Place, int]
+    kernels: int
+    storages: int
+
+
 class Recorder(TorchDispatchMode):
     """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
 
-    def __init__(self, parts: int, *, keep: bool, imagine: bool, timed: bool = False) -> None:
+    def __init__(self, parts: int, *, hold: Hold | None, device: str = "cpu", timed: bool = False) -> None:
         super().__init__()
-        self.keep = keep
-        """Whether what is saved for backward is held."""
-        self.imagine = imagine
-        """Whether what is not held is made up when backward asks for it."""
-        self.timed = timed
+        self.device = device
+        """The kind of device that is looked at: what another one, such as the host beside it, holds and does is not
+        written down."""
+        self.hold = hold
+        """How what is saved for backward is held; None: not at all, and then there is no backward."""
+        self.clock = Clock() if timed else None
+        self.paused = False
+        """Whether what happens now is not to be written down."""
+        self.attend: Callable[[Occasion], None] = lambda occasion: None
+        """Told before a kernel runs and where backward comes to something that was written down: see
+        :mod:`lowtide.trace.phases`."""
         self.streams: dict[Place, list[Event]] = {}
         self.storages: list[Storage] = []
         self.kernels: list[RecordedKernel] = []
@@ -110,6 +133,8 @@ class Recorder(TorchDispatchMode):
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
         """The keys of storages that were there before: parameters, buffers, optimizer states."""
+        self.given: dict[int, int] = {}
+        """The sizes of other storages that were there before and still are: the batch."""
         self.result = -1
         """The storage of the model's own output."""
         self.managed: set[int] = set()
@@ -125,8 +150,10 @@ class Recorder(TorchDispatchMode):
         self.quiet = False
         self.meeting = False
         """Whether backward runs between two nodes, where gradients meet."""
-        self.sums: dict[int, tuple[int, int, int]] = {}
-        """For each kernel that adds two gradients: both storages, and that of the sum."""
+        self.wrapped = False
+        """Whether what runs next is done for a subclass."""
+        self.into: dict[int, tuple[int, int]] = {}
+        """For each kernel that would be done in place without a mode: where, and the storage that it made instead."""
         self.events: list[Event] = []
         self.place: Place = ("forward", -1)
         self.next: Place | None = None
@@ -146,6 +173,8 @@ class Recorder(TorchDispatchMode):
 
     def note(self, what: What, number: int) -> None:
         """Something happens here and now."""
+        if self.paused:
+            return
         if self.next is not None and what not in ("free", "done"):
             self.move(*self.next)
         self.events.append((what, number))
@@ -166,8 +195,15 @@ class Recorder(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
             self.references.clear()
+            if self.clock is not None:
+                self.clock.close()
 
     # Which operator runs.
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether this is the forward that is written down."""
+        return not self.paused and self.place[0] == "forward"
 
     def call_begins(self, operator: str, given: Any) -> None:
         """A call of an operator begins."""
@@ -205,9 +241,30 @@ class Recorder(TorchDispatchMode):
         plain = inner_tensor(tensor)
         storage = plain.untyped_storage()
         key = storage._cdata
-        if key in self.known or key in self.static:
+        if key in self.known or key in self.static or not self._is_here(plain):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
+
+    def _was_there(self, tensor: Tensor) -> None:
+        """If nobody knows a storage, somebody outside holds it; unless it ends here, it stays over the step."""
+        storage = inner_tensor(tensor).untyped_storage()
+        key = storage._cdata
+        known = key in self.known or key in self.static or key in self.given
+        if known or not self._is_here(tensor) or (tensor.is_cpu and tensor.dim() == 0):
+            return
+        self.given[key] = storage.nbytes()
+        self.references[key] = weakref.ref(storage, lambda _: self.given.pop(key, None))
+
+    def forget(self, tensor: Tensor) -> None:
+        """A storage that was taken to be made is there for good."""
+        key = storage_key(tensor)
+        self.static.add(key)
+        number = self.known.pop(key, None)
+        if number is not None and self.references.pop(key, None) is not None:
+            self.streams[self.storages[number].made].remove(("make", number))
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type in (self.device, "meta")
 
     def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
         if self.next is not None:
@@ -231,8 +288,9 @@ class Recorder(TorchDispatchMode):
         if self.quiet or key in self.static:
             return
         if size and not storage.nbytes():
-            self._begun(storage, size)  # another one, as far as memory goes
             self.managed.add(key)
+            if not self.paused:
+                self._begun(storage, size)  # another one, as far as memory goes
         elif not size and storage.nbytes() and number >= 0:
             self._ended(key, number)
 
@@ -240,22 +298,30 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.quiet:
+        if not self.quiet:
+            self.attend("kernel")
+        if self.quiet or self.paused:
             return func(*args, **kwargs)
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
+            self.wrapped = True
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
-        begin = self._now(args, kwargs) if self.timed else None
+        wrapped, self.wrapped = self.wrapped, False
+        begin = self.clock.begin(args, kwargs) if self.clock is not None else None
         result = func(*args, **kwargs)
-        end = self._now(args, kwargs) if self.timed else None
+        end = self.clock.end(begin) if self.clock is not None else None
         if func.is_view:
             return result
         given, made = tensors_of((args, kwargs)), tensors_of(result)
         changed = tensors_of(written_arguments(func, args, kwargs))
         before = {storage_key(tensor) for tensor in given}
+        for tensor in given:
+            self._was_there(tensor)
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
+        if not any(map(self._is_here, [*given, *made])):
+            return result
         for tensor in made:
             self.learn(tensor)
-        ranks, message = _communication(func, args, kwargs, [*given, *made])
+        ranks, message = communication(func, args, kwargs, [*given, *made])
         if ranks:
             changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
@@ -265,27 +331,28 @@ class Recorder(TorchDispatchMode):
         kernel = RecordedKernel(
             func._schema.name,
             self.operator,
-            _dtype(given or made),
+            computed_in(given or made),
             kernel_flops(func._schema.name, args, kwargs, result),
-            sum(map(_bytes, given)) + sum(map(_bytes, fresh)),
+            sum(map(bytes_read, given)) + sum(map(bytes_read, fresh)),
             "" if ranks else shape_text(args, kwargs),
             reads,
             tuple(number for number in writes if number >= 0),
             ranks,
             message,
-            (begin, end) if self.timed else None,
+            (begin, end) if self.clock is not None else None,
         )
-        if self.meeting and kernel.kind == "aten::add" and len(given) == 2:
-            self.sums[len(self.kernels)] = (self.number(given[0]), self.number(given[1]), self.number(made[0]))
+        adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped
+        if (adds and not given[0]._is_view()) or (not self.meeting and kernel.kind in _FILLING):
+            self.into[len(self.kernels)] = (self.number(given[0]), self.number(made[0]))
         self.note("run", len(self.kernels))
         self.kernels.append(kernel)
         return result
 
     # Between nodes.
 
-    def follow(self, loss: Tensor) -> None:
-        """Notice when backward is inside a node and when it is between two."""
-        waiting, seen = [loss.grad_fn], set()
+    def follow(self, node: Any) -> None:
+        """Notice, from that node on, when backward is inside a node and when it is between two."""
+        waiting, seen = [node], set()
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
@@ -301,83 +368,60 @@ class Recorder(TorchDispatchMode):
     def _leave_node(self, *_: Any) -> None:
         self.meeting = True
 
-    def add_in_place(self) -> None:
-        """Write sums of gradients as autograd makes them where no mode is: into one of the two."""
-        same: dict[int, int] = {}
+    def mark(self) -> Mark:
+        """How much has been written down."""
+        return Mark(
+            {place: len(events) for place, events in self.streams.items()}, len(self.kernels), len(self.storages)
+        )
 
-        def now(number: int) -> int:
-            while number in same:
-                number = same[number]
-            return number
-
+    def take_back(self, mark: Mark) -> None:
+        """Forget what was written down since then; no storage from before has ended, nor was anything saved."""
         for place, events in self.streams.items():
-            if place[0] != "backward":
-                continue
-            kept: list[Event] = []
-            skip: set[tuple[int, int]] = set()
-            for at, (what, number) in enumerate(events):
-                if (at, number) in skip:
-                    continue
-                if what == "run" and number in self.sums:
-                    one, other, total = self.sums[number]
-                    freed = {}
-                    for after in range(at + 1, len(events)):
-                        if events[after][0] != "free":
-                            break
-                        freed[now(events[after][1])] = (after, events[after][1])
-                    into = next((now(side) for side in (one, other) if side >= 0 and now(side) in freed), None)
-                    if into is not None and self._is_plain(into, total):
-                        skip.add(freed[into])
-                        kept.remove(("make", total))
-                        same[total] = into
-                        kernel = self.kernels[number]
-                        self.kernels[number] = kernel._replace(kind="aten::add_", writes=(into,))
-                kept.append((what, now(number) if what in ("make", "free") else number))
-            self.streams[place] = kept
-        self.kernels = [
-            kernel._replace(reads=tuple(map(now, kernel.reads)), writes=tuple(map(now, kernel.writes)))
-            for kernel in self.kernels
-        ]
-        self.gradients = set(map(now, self.gradients))
-        self.passed_back = {part: now(number) for part, number in self.passed_back.items()}
+            del events[mark.events.get(place, 0) :]
+        del self.kernels[mark.kernels :]
+        for key, number in list(self.known.items()):
+            if number >= mark.storages:
+                del self.known[key]
+                self.references.pop(key, None)
 
-    def _is_plain(self, into: int, total: int) -> bool:
-        """Whether a gradient can be added to: it was made in backward, and is as large as the sum."""
-        storage = self.storages[into]
-        return storage.made[0] == "backward" and storage.size == self.storages[total].size
+    def take_seed(self) -> list[Event]:
+        """Take back the last that was written down if it made the gradient that a backward begins with.
 
-    def _now(self, args: Any, kwargs: Any) -> Any:
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
-        if device.type in ("cpu", "meta"):
-            return perf_counter()
-        event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        return event
+        That runs before the engine does: it was taken to be of the forward.
+        """
+        if [what for what, _ in self.events[-2:]] != ["make", "run"] or self.kernels[-1].kind != "aten::ones_like":
+            return []
+        taken = self.events[-2:]
+        del self.events[-2:]
+        self.storages[taken[0][1]].made = ("backward", self.last)
+        return taken
 
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> _Saved:
         """Autograd saves a tensor."""
-        number = len(self.saved)
+        number = len(self.saved) if not self.paused else -1
         movable = tensor.is_floating_point() or tensor.is_complex()
-        parameter = isinstance(tensor, nn.Parameter) or storage_key(tensor) in self.static | self.managed
-        self.saved.append(
-            (-1 if parameter else self.number(tensor), self.place, self.open.operator if self.open else "", movable)
-        )
-        self.note("save", number)
+        key = storage_key(tensor)
+        parameter = isinstance(tensor, nn.Parameter) or key in self.static or key in self.managed
+        if not self.paused:
+            self.saved.append(
+                (-1 if parameter else self.number(tensor), self.place, self.open.operator if self.open else "", movable)
+            )
+            self.note("save", number)
         self.quiet = True
         try:
             if parameter:
                 return _Saved(self, number, kept_apart(tensor).tensor if type(tensor) is Tensor else lambda: tensor)
-            if self.keep:
-                return _Saved(self, number, kept_apart(tensor).tensor)
-            return _Saved(self, number, _imagined(tensor) if self.imagine else None)
+            return _Saved(self, number, self.hold(tensor).tensor if self.hold is not None else None)
         finally:
             self.quiet = False
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Autograd asks for it."""
-        self.note("use", saved.number)
+        if saved.number >= 0:
+            self.attend("saved")
+            self.note("use", saved.number)
         if saved.tensor is None:
             raise RuntimeError("this run saves nothing for backward")
         self.quiet = True
@@ -385,7 +429,7 @@ class Recorder(TorchDispatchMode):
             tensor = saved.tensor()
         finally:
             self.quiet = False
-        number = self.saved[saved.number][0]
+        number = self.saved[saved.number][0] if saved.number >= 0 else -1
         key = storage_key(tensor)
         if number >= 0 and key not in self.known and key not in self.static:
             # A made-up storage stands for the one that was saved, as long as it lives.
@@ -404,18 +448,29 @@ class _Saved:
         self.recorder, self.number, self.tensor = recorder, number, tensor
 
     def __del__(self) -> None:
-        self.recorder.note("done", self.number)
+        if self.number >= 0:
+            self.recorder.note("done", self.number)
 
 
-def _imagined(tensor: Tensor) -> Callable[[], Tensor]:
-    """Makes another fake tensor of the same form."""
+class _Imagined(NamedTuple):
+    """The form of a fake tensor."""
+
+    make: Callable[[], Tensor]
+
+    def tensor(self) -> Tensor:
+        """Another one of the same form."""
+        return self.make()
+
+
+def imagined(tensor: Tensor) -> Held:
+    """Hold only the form of a fake tensor."""
     whole: Subclass | None = taken_apart(tensor)
     if whole is not None:
-        parts = {name: _imagined(part) for name, part in whole.tensors.items()}
+        parts = {name: imagined(part) for name, part in whole.tensors.items()}
         frame = whole._replace(tensors={})
-        return lambda: frame.rebuilt({name: part() for name, part in parts.items()})
+        return _Imagined(lambda: frame.rebuilt({name: part.tensor() for name, part in parts.items()}))
     size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return _Imagined(lambda: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
 _WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
@@ -424,35 +479,5 @@ _FREE = {
     "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",
 }  # fmt: skip
 
-
-def _bytes(tensor: Tensor) -> int:
-    """The bytes that are really there: a dimension of stride 0 is read once."""
-    if tensor.device.type == "cpu" and tensor.dim() == 0:
-        return 0
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else min(size, 1)
-    return count * tensor.dtype.itemsize
-
-
-def _dtype(tensors: list[Tensor]) -> str:
-    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    chosen = floating[0] if floating else (tensors[0].dtype if tensors else torch.float32)
-    return str(chosen).removeprefix("torch.")
-
-
-def _communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[int, int]:
-    """The ranks of a collective and the bytes of its full buffer; zeros for anything else."""
-    if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
-        return 0, 0
-    ranks = 0
-    for value in [*args, *kwargs.values()]:
-        if isinstance(value, torch.ScriptObject):
-            with suppress(RuntimeError, TypeError):  # the reduction is one too
-                ranks = torch.distributed.ProcessGroup.unbox(value).size()
-        elif isinstance(value, str) and value not in _REDUCTIONS:
-            ranks = group_named(value).size()
-    return ranks or 1, max((_bytes(tensor) for tensor in tensors), default=0)
-
-
-_REDUCTIONS = {"sum", "avg", "max", "min", "product"}
+_FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}
+"""What a node fills zeros with."""

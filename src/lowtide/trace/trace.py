@@ -168,6 +168,7 @@ class Static(NamedTuple):
 
     parameters: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
+    """Of what comes before the layers, also the batch."""
     gradients: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
 
@@ -227,6 +228,10 @@ class Part:
         """The operators as a Policy is resolved against them."""
         return tuple(Operator(one.name, one.consumers, one.aliases) for one in self.operators)
 
+    def without_seconds(self) -> Part:
+        """The same as if nothing had been timed."""
+        return replace(self, kernels=tuple(kernel._replace(seconds=None) for kernel in self.kernels))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -268,16 +273,12 @@ class Trace:
 
     def without_seconds(self) -> Trace:
         """The same as if nothing had been timed: a device's table then says how long a kernel takes."""
-
-        def plain(part: Part) -> Part:
-            return replace(part, kernels=tuple(kernel._replace(seconds=None) for kernel in part.kernels))
-
         return replace(
             self,
-            before=plain(self.before),
-            parts=tuple(map(plain, self.parts)),
-            after=plain(self.after),
-            optimizer=plain(self.optimizer),
+            before=self.before.without_seconds(),
+            parts=tuple(part.without_seconds() for part in self.parts),
+            after=self.after.without_seconds(),
+            optimizer=self.optimizer.without_seconds(),
             measured=False,
         )
 

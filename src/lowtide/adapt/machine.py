@@ -1,0 +1,96 @@
+"""The device that a run is on, as a plan needs to know it: measured in less than a second, in a few megabytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from lowtide.cost.calibrate import device_name, unknown_device
+from lowtide.cost.device import Device
+from lowtide.cost.fit import Sample, fit
+from lowtide.cost.kernel import is_free
+from lowtide.cost.links import Links, measure_links
+from lowtide.cost.stopwatch import watch_for
+from lowtide.trace.trace import Kernel
+
+__all__ = ["available_capacity", "available_host_memory", "link_of"]
+
+LARGEST, LEAST = 1 << 22, 1 << 16
+"""Bytes of the largest copy; less where there is little room, but not less than the other."""
+ROUNDS = 10
+"""The most measurements of a copy."""
+
+
+def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None) -> Device:
+    """The device that is here: its links both ways, what issuing a kernel costs, and the memory that a run may have.
+
+    Of ``kernels``, those with measured seconds, such as all of a Trace, say how fast others are that nobody has
+    measured: the copies and sums that a Policy adds. The way to other devices is taken from ``like``.
+
+    ``link_of(torch.device("cuda"), kernels_of(trace))``
+    """
+    links = _links(device)
+    samples = [
+        Sample(one.kind, one.dtype, one.flops, one.touched, one.seconds)
+        for one in kernels
+        if one.seconds is not None and not one.ranks and not is_free(one.kind)
+    ]
+    found = fit(samples, links.kernel_latency)
+    base = like or unknown_device(device)
+    return Device(
+        name=device_name(device),
+        capacity=available_capacity(device),
+        flops=found.flops if found and found.flops else base.flops,
+        memory_bandwidth=found.memory_bandwidth if found else base.memory_bandwidth,
+        link_out=links.rate_out,
+        link_in=links.rate_in,
+        interconnect=base.interconnect,
+        network=base.network,
+        launch=links.launch,
+        kernel_latency=links.kernel_latency,
+        copy_latency=links.copy_latency,
+        collective_latency=base.collective_latency,
+        devices_per_node=_ranks_here(),
+        host_memory=available_host_memory(),
+        efficiency={"collective": base.efficiency.get("collective", 1.0), **(found.efficiency if found else {})},
+        notes=(f"measured on {device_name(device)} during a run, {len(samples)} kernels",),
+    )
+
+
+def _links(device: torch.device) -> Links:
+    """Measured with as much as there is room for."""
+    largest = LARGEST
+    while True:
+        try:
+            with torch.no_grad():
+                return measure_links(device, watch_for(device, largest), rounds=ROUNDS, largest=largest)
+        except torch.OutOfMemoryError:
+            largest //= 4
+            if largest < LEAST:
+                raise
+
+
+def available_capacity(device: torch.device) -> int:
+    """Bytes that this process has taken from the device, and those that nobody has."""
+    if device.type == "cpu":
+        return available_host_memory()
+    free, total = torch.accelerator.get_memory_info(device)
+    return min(int(total), int(free) + int(torch.accelerator.memory_reserved(device)))
+
+
+def available_host_memory() -> int:
+    """Bytes of the host's memory that could be had now; the ranks of a node share them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):  # another system
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _ranks_here() -> int:
+    """The ranks of this node, as torchrun tells them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) else max(1, torch.accelerator.device_count())

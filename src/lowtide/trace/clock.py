@@ -1,0 +1,62 @@
+"""When a kernel began and ended, by the device's events; on a CPU by the clock. Nothing is waited for."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide._torch_private import DisableTorchFunction
+from lowtide.operators.calls import tensors_of
+
+__all__ = ["Clock"]
+
+OCCUPYING = 1 << 20
+"""Bytes of the copy that an idle device is given to do while a kernel is issued."""
+
+
+class Clock:
+    """Times kernels as they are issued.
+
+    An idle device would reach the first event at once and then wait for the kernel. So it is given a copy to do first:
+    see [Note: behind a copy] in cost/stopwatch.py.
+    """
+
+    def __init__(self) -> None:
+        self.fillers: dict[torch.Stream, tuple[Tensor, Tensor]] = {}
+        """For each stream that was idle, what it is given to copy."""
+
+    def begin(self, args: Any, kwargs: Any) -> Any:
+        """A kernel with these arguments is about to be issued."""
+        made_on = torch.device(kwargs.get("device") or "cpu")  # what is given nothing says where it makes something
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), made_on)
+        if device.type in ("cpu", "meta"):
+            return perf_counter()
+        stream = torch.accelerator.current_stream(device)
+        if stream.query():
+            self._occupy(stream)
+        event = torch.Event(device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def end(self, begin: Any) -> Any:
+        """It has been issued."""
+        if isinstance(begin, float):
+            return perf_counter()
+        event = torch.Event(begin.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(begin.device))
+        return event
+
+    def close(self) -> None:
+        """Let go of what was copied."""
+        self.fillers.clear()
+
+    def _occupy(self, stream: torch.Stream) -> None:
+        with DisableTorchFunction():  # trackers of calls listen
+            if stream not in self.fillers:
+                host = torch.zeros(OCCUPYING, dtype=torch.uint8).pin_memory()
+                self.fillers[stream] = host, torch.zeros(OCCUPYING, dtype=torch.uint8, device=stream.device)
+            host, there = self.fillers[stream]
+            there.copy_(host, non_blocking=True)

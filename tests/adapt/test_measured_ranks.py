@@ -1,0 +1,71 @@
+"""Ranks that share parameters, and stages of a pipeline, are measured while they train: peaks follow from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import measured_ranks
+import predicted_ranks
+from lowtide.adapt.merge import joined, slowest
+from lowtide.cost.devices import find_device
+from lowtide.models.shape import DecoderShape
+from lowtide.plan.pipeline import even_pipeline
+from lowtide.plan.simulate import simulate
+from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from lowtide.trace.trace import Trace
+from lowtide.train.run import Degrees, Precision
+from lowtide.train.traced import TracedRank
+from ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("layouts")
+
+LAYERS, WIDTH, HEADS = 4, 128, 4
+SHAPE = DecoderShape(
+    vocab_size=1000, hidden_size=WIDTH, num_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2,
+    head_dim=WIDTH // HEADS, intermediate_size=2 * WIDTH, max_position_embeddings=128,
+)  # fmt: skip
+SINGLE = Precision(parameters="float32", compute="float32")
+MIXED = Precision(parameters="float32", compute="bfloat16")
+OPERATORS = LayerPolicy(
+    rules=(
+        Rule(Pattern(r"feed_forward\.mul"), Recompute()),
+        Rule(Pattern(r"attention\.flash_attention"), Swap(1)),
+    )
+)
+POLICIES = [
+    Policy((LayerPolicy(),) * LAYERS),
+    Policy((LayerPolicy(default=Recompute()),) * LAYERS),
+    Policy((OPERATORS,) * LAYERS),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "precision"),
+    [
+        (Degrees(shard=2), SINGLE),
+        (Degrees(pipeline=2), SINGLE),
+        pytest.param(Degrees(shard=2), MIXED, marks=pytest.mark.slow),
+        pytest.param(Degrees(pipeline=2), MIXED, marks=pytest.mark.slow),
+        pytest.param(Degrees(tensor=2), SINGLE, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp2", "pp2", "fsdp2 in bfloat16", "pp2 in bfloat16", "tp2"],
+)
+def test_what_ranks_show_predicts_their_peaks(degrees: Degrees, precision: Precision, ranks: Ranks) -> None:
+    case = TracedRank(shape=SHAPE, degrees=degrees, precision=precision, samples=4, sequence=128)
+    found = ranks.run(measured_ranks.measured_trace, case)
+    assert all(one.same for one in found)
+    traces = [Trace.from_json(json.loads(one.trace)) for one in found]
+    whole = slowest(traces) if degrees.pipeline == 1 else joined(traces)
+    assert len(whole.layers) == LAYERS
+    assert whole.notes == ()
+    count = predicted_ranks._micro_batches(case)
+    pipeline = even_pipeline(LAYERS, stages=degrees.pipeline, micro_batches=count)
+    given = (case.samples * case.sequence * 8 * count + 511) // 512 * 512
+    measured = ranks.run(predicted_ranks.measured_peaks, case, POLICIES)
+    for place, policy in enumerate(POLICIES):
+        simulated = simulate(whole, policy, find_device("h100"), pipeline).stages
+        for rank, peaks in enumerate(measured):
+            predicted = simulated[rank % len(simulated)].peak + given
+            assert predicted == pytest.approx(peaks[place], rel=1e-2), (policy, rank)

@@ -1,0 +1,97 @@
+"""Traces of ranks become one that holds for all of them, and those of stages one of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lowtide.adapt.merge import joined, slowest
+from lowtide.errors import TraceError
+from lowtide.plan.pipeline import even_pipeline
+from lowtide.plan.simulate import simulate
+from lowtide.policy import LayerPolicy, Policy, Recompute
+from lowtide.trace.trace import Kernel, Part, Static, Trace, Value
+from traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace
+
+OPTIMIZER = Part(
+    name="optimizer",
+    values=(Value(1 << 20),),
+    kernels=(Kernel("aten::_fused_adamw_", touched=1 << 20, seconds=1e-3),),
+    forward=(("make", 0), ("run", 0), ("free", 0)),
+)
+
+
+def timed(trace: Trace, seconds: Callable[[int], float]) -> Trace:
+    """The same with other seconds in its layers."""
+
+    def part(one: Part) -> Part:
+        kernels = tuple(kernel._replace(seconds=seconds(place)) for place, kernel in enumerate(one.kernels))
+        return replace(one, kernels=kernels)
+
+    return replace(trace, parts=tuple(map(part, trace.parts)))
+
+
+def test_of_each_kernel_the_slowest_rank_counts() -> None:
+    trace = hand_made_trace()
+    ranks = [timed(trace, lambda place: 1.0 + place % 2), timed(trace, lambda place: 2.0 - place % 2)]
+    assert {kernel.seconds for kernel in slowest(ranks).parts[0].kernels} == {2.0}
+    assert slowest(ranks).notes == ()
+    assert slowest([trace]) == trace
+
+
+def test_static_memory_is_that_of_the_rank_that_has_most() -> None:
+    trace = hand_made_trace()
+    more = Static(parameters=(PARAMETER, PARAMETER))
+    other = replace(trace, before=replace(trace.before, static=more))
+    assert slowest([trace, other]).before.static == more == slowest([other, trace]).before.static
+
+
+def test_ranks_that_did_something_else_are_noted_and_the_largest_stands_for_all() -> None:
+    trace = hand_made_trace()
+    part = trace.parts[0]
+    fewer = replace(trace, parts=(replace(part, backward=part.backward[:-2], static=Static()),))
+    merged = slowest([fewer, trace, fewer])
+    assert merged.parts == trace.parts
+    assert any("2 of 3 ranks" in note for note in merged.notes)
+
+
+def stages() -> list[Trace]:
+    """Two stages of two layers: as they see themselves, each with something before and after."""
+    first = replace(hand_made_trace(2), optimizer=OPTIMIZER)
+    second = timed(first, lambda place: 2e-3)
+    return [first, second]
+
+
+def test_stages_are_joined_in_their_order_and_layers_alike_are_one() -> None:
+    first, second = stages()
+    before, after = replace(first.before, name="before of the first"), replace(second.after, name="after of the last")
+    whole = joined([replace(first, before=before), replace(second, after=after)])
+    assert whole.layers == (0, 0, 0, 0)
+    assert {kernel.seconds for kernel in whole.parts[0].kernels} == {2e-3}
+    assert (whole.before, whole.after) == (before, after)
+    assert whole.optimizer.kernels[0].touched == 2 << 20  # each stage has half of the parameters
+
+
+def test_layers_that_differ_stay_apart() -> None:
+    first, second = stages()
+    part = first.parts[0]
+    wider = replace(second, parts=(replace(part, values=(Value(2 * SIZE), *part.values[1:])),))
+    whole = joined([first, wider])
+    assert whole.layers == (0, 0, 1, 1)
+    assert whole.parts == (first.parts[0], wider.parts[0])
+
+
+@pytest.mark.parametrize("layer", [LayerPolicy(), LayerPolicy(default=Recompute())])
+def test_a_joined_trace_has_the_memory_of_one_of_the_whole_model(layer: LayerPolicy) -> None:
+    whole = replace(hand_made_trace(4), optimizer=OPTIMIZER)
+    pipeline, policy = even_pipeline(4, stages=2, micro_batches=3), Policy((layer,) * 4)
+    expected, found = (simulate(one, policy, DEVICE, pipeline, optimizer=False) for one in (whole, joined(stages())))
+    assert [stage.peak for stage in found.stages] == [stage.peak for stage in expected.stages]
+
+
+def test_nothing_cannot_be_merged() -> None:
+    for function in (slowest, joined):
+        with pytest.raises(TraceError, match="no Traces"):
+            function([])
