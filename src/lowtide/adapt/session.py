@@ -60,6 +60,8 @@ SAVE_EVERY = 50
 SETTLING = 2
 """Steps after a plan in which gradients still lie where other steps had room for them: what is missing then will not be
 missing later."""
+LEAST_LOST = 4 << 20
+"""Bytes that a plan gives up where an allocation failed, at least."""
 PATIENT = 5
 """Steps in a row whose memory is not as planned before that counts; and steps between two questions to other ranks."""
 
@@ -166,7 +168,7 @@ class Adaptive:
         self.number = 0
         """Steps that have ended."""
         self.planned_at = -self.settings.replan_every
-        self.lost = self.safe_peak = self.unlike = 0
+        self.lost = self.safe_peak = self.unlike = self.replans = 0
         self._begin: Any = None
         self._pending: _Ended | None = None
         self._open: ExitStack | None = None
@@ -261,8 +263,10 @@ class Adaptive:
             return 0
         counts = self.rescue.counts.taken()
         if counts.any:
-            if self.number > self.planned_at + SETTLING:
-                self.lost += counts.sent_bytes + counts.paged_bytes
+            if self.plans and self.number > self.planned_at + SETTLING:
+                self.lost += max(counts.sent_bytes + counts.paged_bytes, LEAST_LOST)
+            elif self.rescue_can_repeat:
+                self.rescue.disarm()
             self._say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried + counts.repeated + counts.watermark
 
@@ -318,7 +322,7 @@ class Adaptive:
         if (failed := self.ranks.all.from_first(failed)) is not None:
             raise PlanError(failed)
         agreed = self.ranks.decided(decided)
-        if self.rescue is not None and self.ranks.all.alone and self._open is None:
+        if self.rescue is not None and self.rescue_can_repeat:
             self.rescue.disarm()  # a step that fails is repeated, armed
         self.planned_at, self.unlike = self.number, 0
         words = f" for {bucket} tokens" if bucket else ""
@@ -328,6 +332,11 @@ class Adaptive:
                 self.report(agreed.plan)
             self._save_plan(agreed)
         return agreed
+
+    @property
+    def rescue_can_repeat(self) -> bool:
+        """Whether this process can repeat a step that failed, so that nothing has to be armed for that."""
+        return self.ranks.all.alone and self._open is None
 
     @property
     def plan(self) -> Plan | None:
@@ -370,7 +379,9 @@ class Adaptive:
         elif self.unlike >= PATIENT:
             reason = f"{format_bytes(peak)} reserved where {format_bytes(planned)} were planned"
             self.lost = max(self.lost, peak - planned)
-        due = self.number - self.planned_at >= self.settings.replan_every
+        # The first time at once, for it was the plan that was wrong; later ones as often as was asked for.
+        wait = self.settings.replan_every if self.replans else SETTLING + 1
+        due = self.number - self.planned_at >= wait
         if not self.ranks.all.alone:
             # Ranks ask each other now and then, not in every step: all of them in the same.
             due = due and self.number % PATIENT == 0
@@ -379,6 +390,7 @@ class Adaptive:
             wanted = due and bool(reason)
         if wanted:
             self._say("replanned", reason or "another rank asked for it")
+            self.replans += 1
             self.plans.clear()
 
     # Words.
