@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lowtide._torch_private import (
     FakeTensorMode,
@@ -24,6 +25,7 @@ from lowtide._torch_private import (
     compiled_call,
     current_backward,
     current_node,
+    drop_pipeline_losses,
     exchange_rows,
     function_modes,
     held_indices,
@@ -44,6 +46,7 @@ from lowtide._torch_private import (
     silu,
     storage_bytes,
     storage_key,
+    storage_users,
     subclass_wrapper,
     taken_apart,
     tree_leaves,
@@ -336,3 +339,36 @@ def test_a_kernel_is_registered_for_as_long_as_its_library_is_open() -> None:
         library.impl("_fused_rms_norm", lambda given, *_: (given.clone(), given[:, :1].clone()), "CPU")
         assert type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn).__name__ == "FusedRmsNormBackward0"
     assert type(torch.nn.functional.rms_norm(ones, (4,)).grad_fn) is plain
+
+
+def test_the_tensors_that_see_a_storage_are_counted() -> None:
+    tensor = torch.ones(4)
+    assert storage_users(tensor) == 1
+    view, detached = tensor[:2], tensor.detach()
+    assert storage_users(tensor) == storage_users(view) == 3
+    del view, detached
+    assert storage_users(tensor) == 1
+    saved = torch.ones(4, requires_grad=True).exp()  # by its own node
+    assert storage_users(saved) == 2
+
+
+def test_a_pipelines_schedule_forgets_the_losses_of_a_step_that_was_broken_off(mesh: Any) -> None:
+    layer, failing = torch.nn.Linear(2, 2), [True]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if failing[0] and bool(target.any()):
+            raise torch.OutOfMemoryError
+        return (output - target).square().sum()
+
+    stage = PipelineStage(layer, 0, 1, torch.device("cpu"), group=dist.new_group([0]))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss)
+    given, target = torch.ones(2, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    losses: list[torch.Tensor] = []
+    with pytest.raises(torch.OutOfMemoryError):
+        schedule.step(given, target=target, losses=losses)
+    failing[0] = False
+    with pytest.raises(RuntimeError, match="Expecting 2 losses but got 3"):
+        schedule.step(given, target=target, losses=losses)
+    drop_pipeline_losses(schedule)
+    schedule.step(given, target=target, losses=losses)
+    assert len(losses) == 2

@@ -24,7 +24,7 @@ MODELS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=3, n_head=4, use_cache=False, bos_token_id=1, eos_token_id=2
     ),
-    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, experts_implementation="eager"),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),

@@ -45,6 +45,7 @@ __all__ = [
     "compiled_call",
     "current_backward",
     "current_node",
+    "drop_pipeline_losses",
     "exchange_rows",
     "finish_collective",
     "flattened",
@@ -64,6 +65,8 @@ __all__ = [
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "reset_reducer",
+    "reset_sharding",
     "resolved_operator",
     "saved_operand",
     "saved_operands",
@@ -72,11 +75,13 @@ __all__ = [
     "silu",
     "storage_bytes",
     "storage_key",
+    "storage_users",
     "subclass_wrapper",
     "taken_apart",
     "tree_leaves",
     "tree_map",
     "under_compilation",
+    "unseen_by_modes",
     "version_of",
     "weak_storage",
     "without_graph",
@@ -205,6 +210,15 @@ def without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def unseen_by_modes() -> AbstractContextManager[None]:
+    """What is done inside to plain tensors is not shown to dispatch modes, each of which takes microseconds."""
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_MODES)
+    return guard
+
+
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
 def saved_operand(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...]:
     """What autograd holds as the one argument of a node's call; nothing if that went through other hooks, or none."""
     saved = node._raw_saved_self
@@ -260,6 +274,13 @@ def storage_key(tensor: Tensor) -> int:
 def storage_bytes(tensor: Tensor) -> int:
     """The size of the tensor's whole storage on this rank."""
     return inner_tensor(tensor).untyped_storage().nbytes()
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors see the storage of a plain tensor."""
+    storage = tensor.untyped_storage()  # the object that stands for it in Python holds it once as well
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
@@ -402,3 +423,28 @@ def exchange_rows(rows: Tensor, received: list[int], sent: list[int], group: Any
     arrived = functional.all_to_all_single(rows, received, sent, group)
     done: Tensor = functional.wait_tensor(arrived)
     return done
+
+
+def reset_reducer(module: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP forget a backward that was broken off; otherwise the next forward is refused."""
+    module.reducer._reset_state()
+
+
+def drop_pipeline_losses(schedule: Any) -> None:
+    """Let a pipeline schedule forget the losses of a step that was broken off; they would count for the next one."""
+    schedule._internal_losses.clear()
+
+
+def reset_sharding(module: Any) -> None:
+    """Let FSDP forget a step that was broken off; ``module`` is the root that ``fully_shard`` was called on.
+
+    Torch's own ``reset_iter_state`` leaves the gradients of gathered parameters that were not reduced yet; the next
+    backward would add to them.
+    """
+    module.reset_iter_state()
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # gathered before
+                    parameter._unsharded_param.grad = None

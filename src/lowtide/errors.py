@@ -14,6 +14,7 @@
     │   └── UnmatchedError      a pattern matches nothing in the model
     ├── RebuildError            what an operator produced cannot be rebuilt exactly
     ├── ReportError             a report cannot be made: a file is not what it should be, or plotly is missing
+    ├── RescueError             a step ran out of memory and neither room nor a repetition could help
     ├── RunDirectoryError       a run directory belongs to another run
     ├── SwapError               a swapped tensor did not come back as it left
     ├── TraceError              a Trace cannot be made or read
@@ -37,6 +38,7 @@ __all__ = [
     "PolicyError",
     "RebuildError",
     "ReportError",
+    "RescueError",
     "RunDirectoryError",
     "SwapError",
     "TraceError",
@@ -92,6 +94,10 @@ class RebuildError(LowtideError):
 
 class ReportError(LowtideError):
     """A report cannot be made: a file is not what it should be, or a package is missing."""
+
+
+class RescueError(LowtideError):
+    """A step ran out of memory, and what could leave was not enough, or the step could not be repeated."""
 
 
 class RunDirectoryError(LowtideError):

@@ -11,8 +11,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lowtide.adapt.settings import AdaptSettings
 from lowtide.cli.main import app
 from lowtide.cli.train import Tracker, _arguments, _launch, _options, _read
+from lowtide.train.options import TrainOptions
+from lowtide.train.run import _adapt
 
 ROOT = Path(__file__).parents[2]
 FILE = "model:\n  model_config:\n    num_layers: 4\nrecompute_config:\n  recompute: True\n"
@@ -107,6 +110,56 @@ def test_accumulation_on_the_command_line_is_refused_for_a_file_of_the_2026_layo
     code, output = run(file, "--gradient_accumulation_steps", 4)
     assert code == 2
     assert "training.global_batch_size=N" in output
+
+
+SIZE, STEP, SWAP = (f"--adaptive-recompute-{name}" for name in ("device-size", "profiling-step", "device-swap"))
+
+
+def adapted(file: Path, *flags: str) -> AdaptSettings | None:
+    """What a run with these flags does, as each of its ranks would read it."""
+    given = parsed(str(file), *flags)
+    adaptive = {name: given[name] for name in ("device_size", "profiling_step")}
+    values, check = _read(file, [], None, None, None, adaptive | {"device_swap": given["device_swap"] or None})
+    options = TrainOptions(run_directory=Path("output"), log_dir=Path("logs"))
+    rank = parsed(*_arguments(file, values, options)[1:])
+    again, _ = _read(rank["file"], rank["overrides"], None, None, None)
+    assert again == values
+    settings = check.settings
+    assert settings is not None
+    return _adapt(settings, None).settings
+
+
+def test_the_guides_flags_ask_for_the_adaptive_mode(file: Path) -> None:
+    assert adapted(file) is None
+    assert adapted(file, STEP, "20") is None
+    assert adapted(file, SWAP, STEP, "20") == AdaptSettings(profiling_steps=20)
+    assert adapted(file, SIZE, "61440") == AdaptSettings(budget=60 * 2**30, rescue=False)
+    assert adapted(file, SIZE, "-1", SWAP) == AdaptSettings()
+
+
+@pytest.mark.parametrize("name", ["device_size", "adaptive_recompute_device_size", "adaptive-recompute-device-size"])
+def test_a_flag_wins_over_the_file_in_whichever_spelling(file: Path, name: str) -> None:
+    file.write_text(f"{FILE}adapt:\n  {name}: 100\n  profiling_step: 7\n  verbosity: quiet\n")
+    expected = AdaptSettings(budget=200 * 2**20, rescue=False, profiling_steps=7, verbose=False)
+    assert adapted(file, SIZE, "200") == expected
+
+
+def test_a_device_size_on_the_command_line_wins_over_a_budget_in_the_file(file: Path) -> None:
+    file.write_text(f"{FILE}adapt:\n  budget: 60GiB\n")
+    assert adapted(file) == AdaptSettings(budget=60 * 2**30)
+    assert adapted(file, SIZE, "200") == AdaptSettings(budget=200 * 2**20, rescue=False)
+
+
+def test_what_the_run_may_use_of_the_device_bounds_the_plan(file: Path) -> None:
+    file.write_text(f"{FILE}context:\n  max_device_memory: 1GiB\n")
+    assert adapted(file, SWAP) == AdaptSettings(budget=2**30)
+    assert adapted(file, SIZE, "512") == AdaptSettings(budget=2**29, rescue=False)
+    assert adapted(file, SIZE, "4096") == AdaptSettings(budget=2**30, rescue=False)
+
+
+def test_legacy_models_are_accepted_and_said_to_have_no_effect(file: Path) -> None:
+    _, output = run(file, "--use-legacy-models", "--dry-run", "--set", "model.model_config.seq_length=32")
+    assert "--use-legacy-models has no effect" in output
 
 
 def test_a_wrong_log_level_is_said_before_anything_starts(file: Path) -> None:

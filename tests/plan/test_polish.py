@@ -36,7 +36,7 @@ def traced_llama() -> Trace:
 @cache
 def judge(policy: Policy) -> Judged:
     simulation = simulate(traced_llama(), policy, DEVICE)
-    return Judged(simulation.seconds, simulation.reserved)
+    return Judged(simulation.seconds, simulation.reserved, simulation.stages[0].stall)
 
 
 def polisher(budget: int) -> Polisher:

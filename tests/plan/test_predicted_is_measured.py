@@ -81,7 +81,10 @@ def policies(trace: Trace, count: int) -> list[Policy]:
     draw = random.Random(count)
     found = [Policy((LayerPolicy(),) * LAYERS), Policy((LayerPolicy(Recompute()),) * LAYERS)]
     found.append(Policy((LayerPolicy(Swap(4)),) * LAYERS))
-    found.append(Policy((LayerPolicy(Recompute(), boundary=Swap(2)),) * LAYERS))
+    found += [
+        Policy((LayerPolicy(Recompute(), boundary=swap),) * LAYERS)
+        for swap in (Swap(1), Swap(7), Swap(1, unit="layers"))
+    ]
     found += [on_host(random_policy(draw, names)) for _ in range(count)]
     return found
 

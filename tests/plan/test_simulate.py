@@ -112,6 +112,15 @@ def test_the_input_of_a_recomputed_layer_can_be_swapped() -> None:
     assert swapped.peak < kept.peak
 
 
+def test_a_longer_prefetch_hides_the_copy_back_of_a_recomputed_layers_input() -> None:
+    device = with_links(SIZE / 2e-3)
+    near, far = (
+        simulate(hand_made_trace(4), whole(layers=4, boundary=Swap(prefetch)), device).stages[0] for prefetch in (1, 3)
+    )
+    assert near.stall > 3 * MS
+    assert far.stall < 0.5 * near.stall
+
+
 def test_small_tensors_stay_and_the_limits_are_the_runtimes() -> None:
     limits = pytest.importorskip("lowtide.runtime.limits").Limits()
     assert limits.minimum_bytes == MINIMUM_BYTES

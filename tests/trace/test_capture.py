@@ -149,15 +149,39 @@ def test_layers_that_do_the_same_share_a_part() -> None:
     assert trace.layers[0] == trace.layers[1]
 
 
-def test_gradients_that_meet_are_added_in_place() -> None:
-    part = fake_trace().parts[0]
-    sums = [part.kernels[number] for what, number in part.backward if what == "run" if _adds(part, number)]
-    assert {kernel.kind for kernel in sums} == {"aten::add_"}  # and there are some
-    assert all(set(kernel.writes) <= set(kernel.reads) for kernel in sums)
+def test_gradients_that_meet_are_added_as_autograd_adds_them() -> None:
+    """In place, but not into a view: the gradient that a linear layer gives for a batch of sequences is one."""
+    _, run = live_model()
+    loss = run()
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    found = [
+        part.kernels[number].kind
+        for part in reversed(parts_of(fake_trace()))
+        for what, number in part.backward
+        if what == "run"
+    ]
+    kinds = Counter(one for one in found if one in ("aten::add", "aten::add_"))
+    assert kinds == Counter(one.name for one in profile.events() if one.name in ("aten::add", "aten::add_"))
+    assert len(kinds) == 2
 
 
-def _adds(part: Part, number: int) -> bool:
-    return part.kernels[number].kind in ("aten::add", "aten::add_")
+def test_a_node_fills_zeros_in_place() -> None:
+    index = torch.arange(32).reshape(32, 1)
+
+    def chosen(layer: nn.Module, x: Tensor) -> Tensor:
+        return gated(layer, x).gather(1, index.expand(32, 32) // 2)
+
+    model, x = Stack(chosen, 2), torch.randn(32, 32)
+    backward = [kernel.kind for kernel in capture(model, lambda: model(x).sum()).parts[0].kernels]
+    assert "aten::scatter_add_" in backward
+    assert "aten::scatter_add" not in backward
+
+
+def test_the_batch_is_part_of_what_stays_over_the_step() -> None:
+    model, x = Stack(gated, 2), torch.randn(32, 32)
+    assert capture(model, lambda: model(x).sum()).before.static.buffers == (x.nbytes,)
+    assert capture(model, lambda: model(torch.ones(32, 32)).sum()).before.static.buffers == ()
 
 
 def test_looking_at_a_model_changes_nothing_of_it() -> None:

@@ -31,3 +31,11 @@ def test_eight_billion_parameters_are_planned_on_a_laptop(capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "32 processes: shard 8, tensor 4" in printed
     assert "8,030,261,248" in printed
+
+
+def test_a_run_that_adapts_itself_says_so() -> None:
+    adapt = {("adapt",): {"budget": "60GiB", "profiling_step": 20}}
+    check = check_file(EXAMPLES / "train_llama_8b.yaml", layer_operators, adapt)
+    (note,) = (one for one in plan_of(read_run(check), check)["notes"] if "adapts itself" in one)
+    assert "20 steps are measured" in note
+    assert "within 60 GiB" in note

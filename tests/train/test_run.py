@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from lowtide.adapt.settings import AdaptSettings
 from lowtide.config.check import check_text
 from lowtide.errors import ConfigError
 from lowtide.operators.names import layer_operators
-from lowtide.train.pipeline import stages_of
+from lowtide.plan.pipeline import even_pipeline
+from lowtide.train.pipeline import planned_pipeline, stages_of
 from lowtide.train.run import Degrees, Run, read_run
 from lowtide.train.without_effect import settings_without_effect
 
@@ -119,3 +121,31 @@ def test_what_the_runner_does_not_carry_out_is_said() -> None:
     plain = check_text(GRAPH, layer_operators).settings
     assert plain is not None
     assert settings_without_effect(plain) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_v"])
+def test_the_planner_sees_the_parts_that_ranks_have(schedule: str) -> None:
+    settings: dict[str, Any] = {
+        "model__model_config__num_layers": 8,
+        "model__model_config__pp_interleave_num": 2,
+        "parallel_config": {"pipeline_stage": 2, "micro_batch_num": 4},
+        "parallel__pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": schedule},
+    }
+    run = run_of(GRAPH, 2, **settings)
+    assert planned_pipeline(run) == even_pipeline(8, 2, 2, 4, run.schedule)
+
+
+@pytest.mark.parametrize("text", [GRAPH, NEWER], ids=["graph", "2026"])
+def test_a_run_adapts_itself_where_the_file_asks_for_it(text: str) -> None:
+    assert run_of(text).adapt is None
+    assert run_of(text, adapt={"budget": "auto"}).adapt == AdaptSettings()
+    quiet = {"adaptive_recompute_device_size": 1024, "profiling_step": 7, "verbosity": "quiet"}
+    expected = AdaptSettings(budget=2**30, rescue=False, profiling_steps=7, verbose=False)
+    assert run_of(text, adapt=quiet).adapt == expected
+
+
+def test_a_device_size_above_the_devices_memory_is_warned_of() -> None:
+    check = check_text(GRAPH, layer_operators, {("adapt",): {"device_size": 4096}})
+    run = read_run(check, 1, device_memory=2**30)
+    assert run.adapt == AdaptSettings(budget=2**30, rescue=False)
+    assert run.warnings == ("adapt: device size 4 GiB is more than the device's memory: 1 GiB is used",)

@@ -23,19 +23,21 @@ from torch.optim import Optimizer
 from lowtide.adapt.on_host import HostCopies
 from lowtide.errors import TraceError
 from lowtide.operators.kept import held_tensor
+from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import Survey, surveying
+from lowtide.runtime.apply import Structure, structure_of
 from lowtide.trace.assemble import assemble
+from lowtide.trace.in_place import change_in_place
 from lowtide.trace.phases import Phases
 from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import RecordedKernel, Recorder
-from lowtide.trace.sums import add_in_place
 from lowtide.trace.trace import Trace
 
 __all__ = ["TIMED_STEPS", "Measuring"]
 
 TIMED_STEPS = 3
-"""Steps that are timed, at least."""
+"""Steps that are timed, where nothing else is asked for."""
 
 
 class _Recorded(NamedTuple):
@@ -54,20 +56,38 @@ class Measuring:
     """
 
     def __init__(
-        self, model: nn.Module, *, optimizers: Sequence[Optimizer] = (), layers: str | None = None, last: bool = True
+        self,
+        model: nn.Module,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        layers: str | None = None,
+        last: bool = True,
+        timed: int = TIMED_STEPS,
     ) -> None:
         """``layers`` names the module that holds the layers, where the longest run of equal children is not it.
 
-        ``last`` is false for a pipeline stage that does not compute the loss.
+        ``last`` is false for a pipeline stage that does not compute the loss. ``timed`` steps are enough.
         """
         self.model, self.optimizers, self.layers, self.last = model, tuple(optimizers), layers, last
+        self.timed = timed
         self.survey: Survey | None = None
         self.recorded: list[_Recorded] = []
 
     @property
     def complete(self) -> bool:
         """Whether enough has been seen."""
-        return len(self.recorded) >= TIMED_STEPS
+        return len(self.recorded) >= self.timed
+
+    def kinds(self) -> dict[Structure, LayerKind]:
+        """What is known of the layers, for a Policy that follows."""
+        if self.survey is None:
+            return {}
+        layers = zip(self.survey.layers.modules, self.survey.kind_of, strict=True)
+        return {structure_of(layer): self.survey.kinds[kind] for layer, kind in layers}
+
+    def begin_anew(self) -> None:
+        """Forget the recorded steps, but not the operators: batches of another length are to be measured."""
+        self.recorded = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -102,7 +122,7 @@ class Measuring:
             if collecting:
                 gc.enable()
         if phases.whole:
-            add_in_place(recorder)
+            change_in_place(recorder)
             self.recorded.append(_Recorded(recorder, phases.given))
 
     def trace(self, *, name: str = "") -> Trace:

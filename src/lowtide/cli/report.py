@@ -10,7 +10,12 @@ import typer
 __all__ = ["report"]
 
 PlanFile = Annotated[
-    Path | None, typer.Argument(metavar="PLAN", help="What `lowtide plan --save` wrote.", show_default=False)
+    Path | None,
+    typer.Argument(
+        metavar="PLAN|RUN",
+        help="What `lowtide plan --save` wrote, or the directory of a run.",
+        show_default=False,
+    ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")]
 Receipts = Annotated[
@@ -55,21 +60,33 @@ def report(
 ) -> None:
     """Draw one HTML page from a plan, from a run's files, or from both: then predicted stands beside measured.
 
+    Of a run's directory everything that is in it is shown: its plan and its steps where it adapted itself, its
+    receipts, its metrics.
+
     The page needs no network. Drawing it needs plotly: pip install 'lowtide\\[report]'.
 
-    Example: [bold]lowtide report plan.json --receipt output/receipts.jsonl --metrics output/metrics.jsonl[/bold]
+    Example: [bold]lowtide report output[/bold], or
+    [bold]lowtide report plan.json --receipt output/receipts.jsonl --metrics output/metrics.jsonl[/bold]
     """
     from lowtide.errors import LowtideError
     from lowtide.plan.plan_file import load_plan
     from lowtide.report.page import write_page
-    from lowtide.report.run import read_run
+    from lowtide.report.run import read_directory, read_run
 
     measured = bool(receipts or metrics or memory)
+    directory = plan is not None and plan.is_dir()
+    if directory and measured:
+        raise typer.BadParameter(f"{plan} is a run's directory: its receipts and metrics are taken from there")
     if plan is None and not measured:
         raise typer.BadParameter("a page of what? Give a plan's file, or --receipt, --metrics or --memory of a run")
     try:
-        found = load_plan(plan) if plan is not None else None
-        run = read_run(receipts or (), metrics, memory, stage) if measured else None
+        found, run = None, None
+        if plan is not None and directory:
+            found, run = read_directory(plan)
+        elif plan is not None:
+            found = load_plan(plan)
+        if measured:
+            run = read_run(receipts or (), metrics, memory, stage)
         given = config.read_text(encoding="utf-8") if config is not None else None
         write_page(output, found, run, given)
     except LowtideError as error:

@@ -105,7 +105,8 @@ def _from_file(source: str, layout: Layout, progress: Callable[[str], None]) -> 
     from lowtide.config.check import check_file
     from lowtide.models.shape import shape_of
     from lowtide.operators.names import layer_operators
-    from lowtide.plan.pipeline import Pipeline, even_pipeline
+    from lowtide.plan.pipeline import even_pipeline
+    from lowtide.train.pipeline import planned_pipeline
     from lowtide.train.run import read_run
     from lowtide.train.traced import TracedRank, trace_rank
 
@@ -138,14 +139,9 @@ def _from_file(source: str, layout: Layout, progress: Callable[[str], None]) -> 
         return Traced(
             trace, even_pipeline(shape.num_layers, stages, chunks, micro_batches, layout.schedule), check.policy
         )
-    table: list[list[list[int]]] = [
-        [[] for _ in range(run.placement.num_chunks)] for _ in range(run.placement.num_stages)
-    ]
-    for layer in range(shape.num_layers):
-        table[run.placement.columns[layer]][run.placement.chunks[layer]].append(layer)
-    placement = tuple(tuple(map(tuple, stage)) for stage in table)
-    schedule = layout.schedule or run.schedule
-    return Traced(trace, Pipeline(placement=placement, micro_batches=micro_batches, schedule=schedule), check.policy)
+    pipeline = planned_pipeline(run)
+    schedule = layout.schedule or pipeline.schedule
+    return Traced(trace, replace(pipeline, micro_batches=micro_batches, schedule=schedule), check.policy)
 
 
 def _from_model(source: str, layout: Layout, progress: Callable[[str], None]) -> Trace:

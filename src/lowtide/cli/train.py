@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -23,6 +24,7 @@ RUN = "The run"
 PROCESSES = "Processes"
 NODES = "Several nodes"
 WORDS = "As in MindSpore Transformers"
+ADAPTIVE = "The adaptive mode, as in MindSpeed"
 
 
 class Tracker(StrEnum):
@@ -173,6 +175,38 @@ Accumulation = Annotated[
         rich_help_panel=WORDS,
     ),
 ]
+DeviceSize = Annotated[
+    int | None,
+    typer.Option(
+        "--adaptive-recompute-device-size",
+        metavar="MB",
+        help="Device memory that the plan may fill; without the flag below, nothing is rescued.",
+        show_default=False,
+        rich_help_panel=ADAPTIVE,
+    ),
+]
+ProfilingStep = Annotated[
+    int | None,
+    typer.Option(
+        "--adaptive-recompute-profiling-step",
+        metavar="N",
+        help="Steps that are measured before the plan is made; 10 unless given.",
+        show_default=False,
+        rich_help_panel=ADAPTIVE,
+    ),
+]
+DeviceSwap = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive-recompute-device-swap",
+        help="Measure, plan and switch while training; send tensors to the host where an allocation fails.",
+        rich_help_panel=ADAPTIVE,
+    ),
+]
+LegacyModels = Annotated[
+    bool,
+    typer.Option("--use-legacy-models", help="No effect: every model may adapt.", rich_help_panel=ADAPTIVE),
+]
 
 
 def train(
@@ -196,6 +230,10 @@ def train(
     run_mode: RunMode = None,
     use_parallel: UseParallel = None,
     accumulation: Accumulation = None,
+    device_size: DeviceSize = None,
+    profiling_step: ProfilingStep = None,
+    device_swap: DeviceSwap = False,
+    legacy_models: LegacyModels = False,
 ) -> None:
     """Train what the file CONFIG says.
 
@@ -217,7 +255,10 @@ def train(
     tie_to_launcher()
     path = _one_file(file, config)
     try:
-        values, check = _read(path, overrides or [], run_mode, use_parallel, accumulation)
+        adaptive = {"device_size": device_size, "profiling_step": profiling_step, "device_swap": device_swap or None}
+        values, check = _read(path, overrides or [], run_mode, use_parallel, accumulation, adaptive)
+        if legacy_models and _rank() in (None, "0"):
+            typer.echo("note: --use-legacy-models has no effect: every model may adapt", err=True)
         options = _options(
             check,
             resume=resume,
@@ -265,7 +306,12 @@ def _one_file(file: Path | None, config: Path | None) -> Path:
 
 
 def _read(
-    file: Path, texts: list[str], run_mode: str | None, use_parallel: str | None, accumulation: int | None
+    file: Path,
+    texts: list[str],
+    run_mode: str | None,
+    use_parallel: str | None,
+    accumulation: int | None,
+    adaptive: Mapping[str, int | None] | None = None,
 ) -> tuple[Values, Check]:
     """Everything that the command line changes in the file, and the file with it; its errors end the command."""
     from lowtide.config.check import check_file
@@ -285,6 +331,10 @@ def _read(
             )
         values["runner_config", "gradient_accumulation_steps"] = accumulation
         check = check_file(file, layer_operators, values)
+    flags = {name: value for name, value in (adaptive or {}).items() if value is not None}
+    if flags:
+        values |= _adaptive(flags, check)
+        check = check_file(file, layer_operators, values)
     if not check.ok:
         from rich.console import Console
 
@@ -294,6 +344,19 @@ def _read(
             print_problems(check, Console(stderr=True, highlight=False, markup=False, emoji=False))
         raise typer.Exit(1)
     return values, check
+
+
+def _adaptive(flags: Mapping[str, int], check: Check) -> Values:
+    """The values of ``adapt`` that the flags set, in the spelling of the file: flags win over it."""
+    from lowtide.config.schema.adapt import Adapt
+
+    section = check.document.value.get("adapt") if isinstance(check.document.value, dict) else None
+    written = section if isinstance(section, dict) else {}
+    spelled = {Adapt.aliases.get(key, key): key for key in written}
+    values: Values = {("adapt", spelled.get(name, name)): value for name, value in flags.items()}
+    if "device_size" in flags and written.get("budget") is not None:
+        values["adapt", "budget"] = None  # the other way to say what the plan may fill
+    return values
 
 
 def _options(

@@ -18,6 +18,7 @@ __all__ = [
     "Routing",
     "auxiliary_losses",
     "count_slots",
+    "expert_bias_changes",
     "expert_fractions",
     "reset_expert_counts",
     "routers_of",
@@ -150,20 +151,26 @@ def reset_expert_counts(model: nn.Module) -> None:
         auxiliary.value = None
 
 
-def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """After a step, move the bias of each expert against its load, summed over ``group``: one reduction for all layers.
+def expert_bias_changes(model: nn.Module, group: dist.ProcessGroup | None = None) -> list[tuple[Tensor, Tensor]]:
+    """After a step, how each router's bias is to move against its load: the bias, and what to add to it.
 
-    ``group`` holds the ranks that see different tokens: data-parallel ones, expert-parallel ones included. All of them
-    have to call it. None for this rank alone.
+    The load is summed over ``group``, one reduction for all layers: the ranks that see different tokens, data-parallel
+    ones, expert-parallel ones included. All of them have to call it. None for this rank alone.
     """
     biased = [(one, one.expert_bias) for one in routers_of(model).values() if one.expert_bias is not None]
     if not biased:
-        return
+        return []
     with torch.no_grad():
         counts = [torch.zeros_like(bias) if router.counts is None else router.counts for router, bias in biased]
         loads = torch.stack([one.float() for one in counts])
         if group is not None:
             dist.all_reduce(loads, group=group)
         steps = (loads.mean(-1, keepdim=True) - loads).sign()
-        for (router, bias), step in zip(biased, steps, strict=True):
-            bias.add_(step, alpha=router.shape.bias_rate)
+        return [(bias, step * router.shape.bias_rate) for (router, bias), step in zip(biased, steps, strict=True)]
+
+
+def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Move the bias of each expert as :func:`expert_bias_changes` says."""
+    with torch.no_grad():
+        for bias, change in expert_bias_changes(model, group):
+            bias.add_(change)

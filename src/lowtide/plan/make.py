@@ -40,6 +40,8 @@ POINTS = 12
 """Points of the curve of memory against time."""
 POLISHED = 2
 """The fastest ways, which are polished beside those of tighter budgets and those that recompute what is cheapest."""
+STARTS = 5
+"""How many of all these are polished: those that are fastest before."""
 TIGHTER = (0.94, 0.86)
 """Shares of the budget that plans are sought for too."""
 POLISHED_NAME = "decided operator by operator"
@@ -54,7 +56,8 @@ one stage only, since each of these takes a simulation."""
 CLOSE_OF_MANY = 0.03
 STALL_OF_MANY = 0.01
 FASTER = 0.98
-GAP_OF_MANY = 1e-3
+GAP_OF_MANY = 4e-3
+"""The gap at which HiGHS stops for one of many stages: the simulator moves its budget by more than that."""
 ROUNDS_OF_MANY = 2
 
 
@@ -98,10 +101,14 @@ def make_plan(
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
     begin, search.simulating = time.perf_counter(), 0.0
-    found = search.fit(options[0].simulation, swap=swap, recompute=recompute)
+    kept = options[0]
+    if kept.fits and fixed is None:
+        found = _Found([], kept.simulation.seconds, None, [])  # nothing is faster than to do nothing
+    else:
+        found = search.fit(kept.simulation, swap=swap, recompute=recompute)
     solve_seconds = time.perf_counter() - begin - search.simulating
     options += found.options
-    if pipeline.stages == 1 and fixed is None and recompute:
+    if pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
         progress("polishing")
         costs = [layer_cost(part, seconds) for part in trace.parts]
         options += search.polished(options, costs, options[0].simulation, swap=swap)
@@ -159,6 +166,8 @@ class _Search:
         """How much more than the solver's bytes the simulator found for the stage before."""
         self.slowest = 0.0
         """The seconds of the slowest stage so far."""
+        self.missed: list[Try] = []
+        """What came near to the budget and did not fit."""
 
     def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
         begin = time.perf_counter()
@@ -245,6 +254,8 @@ class _Search:
         found: Fitted = fit(swap=swap, link_share=share)
         if self.many and swap and recompute and self._poor(found.best):
             found = min(found, fit(swap=False), key=_badness)
+        if found.missed is not None:
+            self.missed.append(found.missed)
         one = found.best or found.least
         self.slowest = max(self.slowest, one.simulated.seconds)
         self.offset = one.simulated.reserved - one.solution.memory
@@ -266,17 +277,21 @@ class _Search:
 
         def judge(policy: Policy) -> Judged:
             simulation = self.simulate(policy)
-            return Judged(simulation.seconds, simulation.reserved)
+            return Judged(simulation.seconds, simulation.reserved, simulation.stages[0].stall)
 
-        polisher = Polisher(self.trace, costs, judge, self.budget)
+        polisher = Polisher(self.trace, costs, judge, self.budget, swap=swap)
         fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
         starts = list({one.policy.digest: one.policy for one in fitting}.values())[:POLISHED]
         for share in TIGHTER if swap else ():
             # What fits a tighter budget fits this one, and may be the better place to start from.
             found = self._fit(self.problems[0], kept, True, True, LINK_SHARES[0], int(share * self.budget))
             starts += [self._policy([found.best])] if found.best is not None else []
-        cheapest = (polisher.cheapest_first(alone=alone) for alone in (False, True))
+        cheapest = [polisher.cheapest_first(alone=alone) for alone in (False, True)]
+        # What came near to the budget fits if it also recomputes what is cheap.
+        near = sorted(self.missed, key=lambda one: one.simulated.seconds)[:POLISHED]
+        cheapest += [polisher.cheapest_first(self._policy([one])) for one in near]
         starts += [one for one in cheapest if one is not None]
+        starts = sorted(starts, key=lambda one: polisher.seconds(one))[:STARTS]
         evaluations = min(max(FEWEST, EVALUATIONS // self.layers), MOST)
         tried = [polisher.polish(start, evaluations // (2 * len(starts))) for start in starts]
         promising = sorted(tried, key=lambda one: (one[1].reserved > self.budget, one[1].seconds))[:1]

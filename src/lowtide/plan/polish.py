@@ -34,6 +34,8 @@ class Judged(NamedTuple):
 
     seconds: float
     reserved: int
+    stall: float
+    """Seconds that the computation waits for copies."""
 
 
 class _Place(NamedTuple):
@@ -60,9 +62,15 @@ class Polisher:
     """Improves Policies of one Trace under one budget; what was judged once is known."""
 
     def __init__(
-        self, trace: Trace, costs: Sequence[LayerCost], judge: Callable[[Policy], Judged], budget: int
+        self,
+        trace: Trace,
+        costs: Sequence[LayerCost],
+        judge: Callable[[Policy], Judged],
+        budget: int,
+        *,
+        swap: bool = False,
     ) -> None:
-        self.trace, self.budget, self._judge = trace, budget, judge
+        self.trace, self.budget, self._judge, self.swap = trace, budget, judge, swap
         self.places = {
             (layer, one.name): _Place(layer, one.name, one.held, one.seconds)
             for layer, part in enumerate(trace.layers)
@@ -72,7 +80,7 @@ class Polisher:
         self.known: dict[_State, Judged] = {}
         self.left = 0
         self.state: _State = ()
-        self.judged = Judged(0.0, 0)
+        self.judged = Judged(0.0, 0, 0.0)
 
     def judge(self, state: _State) -> Judged:
         """What the simulator says of a state."""
@@ -82,17 +90,29 @@ class Polisher:
             found = self.known[state] = self._judge(_policy(state))
         return found
 
-    def cheapest_first(self, *, alone: bool = False) -> Policy | None:
+    def seconds(self, policy: Policy) -> float:
+        """What a Policy takes; those that do not fit take forever."""
+        judged = self.judge(self._state(policy))
+        return judged.seconds if judged.reserved <= self.budget else float("inf")
+
+    def cheapest_first(self, before: Policy | None = None, *, alone: bool = False) -> Policy | None:
         """The fewest operators that fit, those that take least time for each byte first; None if no number does.
 
-        ``alone`` takes only those that save memory when they alone are recomputed, by the bytes that they save so.
+        They are recomputed beside what ``before`` decides. ``alone`` takes only those that save memory when they alone
+        are recomputed, by the bytes that they save so.
         """
         net = {
             (layer, one.name): one.net
             for layer, part in enumerate(self.trace.layers)
             for one in self.trace.parts[part].operators
         }
-        chosen = [place for place in self.places.values() if not alone or net[place[:2]] > 0]
+        base = self._state(before or Policy((LayerPolicy(),) * len(self.trace.layers)))
+        decided = {(index, name) for index, (layer, _) in enumerate(base) for name, _ in layer or ()}
+        chosen = [
+            place
+            for place in self.places.values()
+            if place[:2] not in decided and base[place.layer][0] is not None and (not alone or net[place[:2]] > 0)
+        ]
 
         def dear(place: _Place) -> float:
             return place.seconds / (net[place[:2]] if alone else place.held)
@@ -100,10 +120,13 @@ class Polisher:
         order = sorted(chosen, key=lambda place: (dear(place), place.layer, place.name))
 
         def state(count: int) -> _State:
-            names: list[list[tuple[str, Decision]]] = [[] for _ in self.trace.layers]
+            names: list[list[tuple[str, Decision]]] = [[] for _ in base]
             for place in order[:count]:
                 names[place.layer].append((place.name, Recompute()))
-            return tuple((tuple(one), LayerPolicy()) for one in names)
+            return tuple(
+                (layer if layer is None else (*layer, *more), settings)
+                for (layer, settings), more in zip(base, names, strict=True)
+            )
 
         # More is not always less: what is rebuilt together is there together. So the whole range is looked at first.
         counts = sorted({len(order) * step // STEPS for step in range(STEPS + 1)})
@@ -131,10 +154,12 @@ class Polisher:
         while self.left > 0 and self.judged.seconds < before * (1 - 1e-6):
             before = self.judged.seconds
             self._open_wholes()
-            self._tune_prefetch()
-            self._recompute_instead()
+            if self.judged.stall:
+                self._tune_prefetch()
+                self._recompute_instead()
             self._give_back()
             self._exchange()
+            self._swap_instead()
         return _policy(self.state), self.judged
 
     def _offer(self, changed: dict[int, _Layer]) -> bool:
@@ -207,6 +232,27 @@ class Polisher:
         start, size = 0, max(1, len(places) // 4)
         while start < len(places) and self.left > 0:
             if self._offer(self._changed({one[:2]: Recompute() for one in places[start : start + size]})):
+                start += size
+            elif size > 1:
+                size //= 2
+            else:
+                start += 1
+
+    def _swap_instead(self) -> None:
+        """Where the link has time left, swap what is dearest of the recomputed instead, as many at a time as help."""
+        swaps = sorted(one.prefetch for layer, _ in self.state for _, one in layer or () if isinstance(one, Swap))
+        if not self.swap or not swaps:
+            return
+        decision = Swap(swaps[len(swaps) // 2])
+        places = [
+            place
+            for place in self._decided()
+            if isinstance(dict(self.state[place.layer][0] or ())[place.name], Recompute)
+        ]
+        places.sort(key=lambda place: (-place.dear, place.layer))
+        start, size = 0, max(1, len(places) // 4)
+        while start < len(places) and self.left > 0:
+            if self._offer(self._changed({one[:2]: decision for one in places[start : start + size]})):
                 start += size
             elif size > 1:
                 size //= 2

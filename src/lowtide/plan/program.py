@@ -237,7 +237,9 @@ def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
         forward=_trimmed(part, forward, actions, frozenset(), False),
         backward=_codes(part, _accumulating(part)),
         again=_trimmed(part, again, actions, frozenset(), False),
-        due=frozenset({boundary.prefetch} if isinstance(boundary, Swap) else ()),
+        due=frozenset(
+            (boundary.prefetch, len(part.operators) - 1 + boundary.prefetch) if isinstance(boundary, Swap) else ()
+        ),
     )
 
 

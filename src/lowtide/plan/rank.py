@@ -47,6 +47,10 @@ class Timed(NamedTuple):
     collective: bool
 
 
+_timed: dict[tuple[int, int], tuple[Part, Device, tuple[Timed, ...]]] = {}
+"""By the identity of a part and a device, which are held so that it stays theirs: many Policies are simulated."""
+
+
 class Rank:
     """A device: its memory, its clocks, and, where details are asked for, what happened when."""
 
@@ -68,7 +72,6 @@ class Rank:
         self.stop_at = stop_at
         """The allocation at which the live storages are written down."""
         self.snapshot: list[Storage] = []
-        self._timed: dict[int, tuple[Part, tuple[Timed, ...]]] = {}
 
     # Memory.
 
@@ -123,13 +126,16 @@ class Rank:
 
     def timed(self, part: Part) -> tuple[Timed, ...]:
         """The seconds of a part's kernels."""
-        known = self._timed.get(id(part))
+        key = (id(part), id(self.device))
+        known = _timed.get(key)
         if known is None:
+            if len(_timed) > 1024:
+                _timed.clear()
             found = tuple(
                 Timed(kernel_seconds(self.device, one), one.kind in WAITING, one.ranks > 0) for one in part.kernels
             )
-            known = self._timed[id(part)] = (part, found)
-        return known[1]
+            known = _timed[key] = (part, self.device, found)
+        return known[2]
 
     def run(self, kernel: Timed) -> None:
         """Issue a kernel."""

@@ -48,6 +48,8 @@ class Fitted(NamedTuple):
     """The one that takes least memory of those that were simulated."""
     ceiling: int
     """The smallest budget of the solver's whose solution did not fit; if all did, the largest that it was told."""
+    missed: Try | None = None
+    """Of those that did not fit, the one that came nearest."""
 
 
 def fit_stage(
@@ -114,9 +116,14 @@ def _fitted(tries: list[Try], budget: int) -> Fitted:
     nearest = min(over, key=lambda one: one.target) if over else max(tries, key=lambda one: one.target)
     return Fitted(
         min(fitting, key=lambda one: one.simulated.seconds, default=None),
-        min(tries, key=lambda one: one.simulated.reserved),
+        min(tries, key=_reserved),
         nearest.target,
+        min(over, key=_reserved, default=None),
     )
+
+
+def _reserved(one: Try) -> int:
+    return one.simulated.reserved
 
 
 def _key(solution: StageSolution) -> tuple[object, ...]:

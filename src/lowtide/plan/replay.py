@@ -258,7 +258,8 @@ class Player:
             label = (instance.layer, "input", instance.micro_batch)
             swapped = instance.input_swapped = self.swapping.send(given, label)
             self.swapping.schedule.leave(swapped, instance.first + boundary.prefetch)
-            self.swapping.schedule.come_back(swapped, instance.first + instance.program.operators)
+            last = instance.first + instance.program.operators - 1
+            self.swapping.schedule.come_back(swapped, last + boundary.prefetch)
         else:
             given.count += 1
             instance.input = given

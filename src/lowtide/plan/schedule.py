@@ -12,9 +12,13 @@ from typing import Literal, NamedTuple, TypeAlias
 from lowtide.errors import PlanError
 from lowtide.plan.pipeline import Pipeline
 
-__all__ = ["Action", "Replay", "actions", "held_together", "in_flight", "is_folded", "position", "replay"]
+__all__ = ["HALVES", "Action", "Replay", "actions", "held_together", "in_flight", "is_folded", "position", "replay"]
 
 ActionKind: TypeAlias = Literal["forward", "backward", "input", "weight"]
+
+
+HALVES = frozenset({"zero_bubble", "zero_bubble_v", "dualpipe_v"})
+"""The schedules whose backward has two halves."""
 
 
 class Action(NamedTuple):

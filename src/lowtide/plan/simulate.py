@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 from lowtide.plan.pipeline import Pipeline
-from lowtide.plan.schedule import Action, ActionKind, Replay, actions, replay
+from lowtide.plan.schedule import HALVES, Action, ActionKind, Replay, actions, replay
 from lowtide.plan.simulation import Simulation, StageSimulation
 from lowtide.plan.stage import Decided, Stage, boundary_bytes
 from lowtide.policy import (
@@ -235,7 +235,7 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
         for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
             if getattr(policy, name) != getattr(usual, name):
                 notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
-    if pipeline.schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v"):
+    if pipeline.schedule in HALVES:
         notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
     return tuple(notes)
 

@@ -166,8 +166,7 @@ class _Stage:
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             cost = group.cost
             yield unknowns.whole, cost.again
-            # A repeated forward wants its input at once: nothing hides this copy back.
-            yield unknowns.whole_swapped, cost.again + cost.given / self.problem.link_in
+            yield unknowns.whole_swapped, cost.again + rate * cost.given
             yield unknowns.boundary_swapped, rate * cost.boundary
             for place, variable in unknowns.recomputed.items():
                 yield variable, cost.operators[place].seconds
@@ -190,7 +189,6 @@ class _Stage:
             )
             found.append(counts)
             seconds += (counts.whole + counts.whole_swapped) * group.cost.again
-            seconds += counts.whole_swapped * group.cost.given / self.problem.link_in
             seconds += sum(one.seconds * counts.recomputed.get(one.name, 0) for one in operators)
             moved += counts.whole_swapped * group.cost.given + counts.boundary_swapped * group.cost.boundary
             moved += sum(one.held * counts.swapped.get(one.name, 0) for one in operators)
@@ -328,7 +326,7 @@ class _Stage:
         back: dict[int, dict[int, float]] = {}
         hosts: list[dict[int, float]] = [{} for _ in problem.cases]
         for group, unknowns in zip(problem.groups, self.unknowns, strict=True):
-            moved = {unknowns.boundary_swapped: (group.cost.boundary, 1)}
+            moved = {unknowns.boundary_swapped: (group.cost.boundary, 1), unknowns.whole_swapped: (group.cost.given, 1)}
             for place, variable in unknowns.swapped.items():
                 moved[variable] = (group.cost.operators[place].held, len(group.cost.operators[place].storages))
             # More than may be on its way at one time would be brought back only when it is needed.
@@ -338,8 +336,6 @@ class _Stage:
             leaving = chunks_out.setdefault(group.chunk, {})
             for variable, (bytes_, copies) in moved.items():
                 returning[variable] = (bytes_ / problem.link_in + copies * problem.copy_latency) / _MILLI
-            moved[unknowns.whole_swapped] = (group.cost.given, 1)
-            for variable, (bytes_, copies) in moved.items():
                 leaving[variable] = (bytes_ / problem.link_out + copies * problem.copy_latency) / _MILLI
                 for host, case in zip(hosts, problem.cases, strict=True):
                     host[variable] = case.in_flight[group.chunk] * bytes_ / _MIB

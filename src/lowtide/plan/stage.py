@@ -13,7 +13,7 @@ from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.program import Program, codes_of, compile_part
 from lowtide.plan.rank import Rank, Storage
 from lowtide.plan.replay import Player
-from lowtide.plan.schedule import Action, position
+from lowtide.plan.schedule import HALVES, Action, position
 from lowtide.plan.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
 from lowtide.trace.trace import Part, Static, Trace, Value
@@ -61,8 +61,8 @@ class Stage:
         self.most = 0
         self.seconds: dict[Action, float] = {}
         """What each action took; a backward in two halves counts as one, at its second half."""
-        self.weight_share = _weight_share(self.rank, steps)
-        """The share of a backward that computes parameters' gradients."""
+        self.weight_share = _weight_share(self.rank, steps) if pipeline.schedule in HALVES else 0.0
+        """The share of a backward that computes parameters' gradients, where it has two halves."""
         self.optimizer_seconds = 0.0
 
     @property

@@ -19,6 +19,7 @@ the operator's own name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from lowtide.errors import PolicyError, UnmatchedError
@@ -194,7 +195,7 @@ def _resolve_layer(
     if len(set(names)) != len(names):
         twice = next(name for position, name in enumerate(names) if name in names[:position])
         raise PolicyError(f"the catalogue lists the operator {twice} twice in one layer")
-    vocabulary = _Vocabulary(operators)
+    vocabulary = _vocabulary(operators)
     tree = vocabulary.tree
     targets = [
         (rule, frozenset(vocabulary.own(rule.pattern.operators(tree, modules=not rule.operators_only))))
@@ -305,6 +306,12 @@ class _Vocabulary:
     def own(self, names: Iterable[str]) -> list[str]:
         """The operators that names and aliases mean, by their own names, each once."""
         return list(dict.fromkeys(own for name in names for own in self.meanings[name]))
+
+
+@lru_cache(maxsize=64)
+def _vocabulary(operators: tuple[Operator, ...]) -> _Vocabulary:
+    """Of layers that are alike, once: a planner resolves thousands of Policies."""
+    return _Vocabulary(operators)
 
 
 class _Collectives:

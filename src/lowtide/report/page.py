@@ -13,6 +13,7 @@ from pathlib import Path
 from lowtide.errors import ReportError
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulation import StageSimulation
+from lowtide.report.adapt_page import adaptive_events, adaptive_figures, adaptive_sentence
 from lowtide.report.axes import Figure
 from lowtide.report.charts import curve_figure, grid_figure, stage_memory_figure, stage_time_figure
 from lowtide.report.prediction import measured_stage, predictions
@@ -47,6 +48,8 @@ def make_page(plan: Plan | None = None, run: Run | None = None, given: str | Non
     if plan is None and run is None:
         raise ReportError("a report needs a plan or a run; there is neither")
     figures = _figures(plan, run)
+    if run is not None and run.adaptive is not None:
+        figures |= adaptive_figures(run.adaptive)
     title = headline(plan) if plan is not None else _run_headline(run)
     body = "".join(_sections(plan, run, given, figures))
     home = files("lowtide.report")
@@ -108,6 +111,14 @@ def _sections(
     plan: Plan | None, run: Run | None, given: str | None, figures: dict[str, Figure | list[Figure]]
 ) -> Iterator[str]:
     yield _header(plan, run)
+    if run is not None and run.adaptive is not None:
+        charts = [
+            _chart(name, label)
+            for name, label in (("adapt_time", "time of each step"), ("adapt_memory", "most reserved in each step"))
+            if name in figures
+        ]
+        lead = adaptive_sentence(run.adaptive)
+        yield _section("adapt", "How the run adapted itself", lead, "".join(charts) + adaptive_events(run.adaptive))
     if "memory" in figures:
         yield _memory(plan, run, figures)
     if plan is not None and "curve" in figures:

@@ -8,10 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from lowtide.adapt.record import RECORD_FILE, AdaptRecord, load_record
 from lowtide.errors import ReportError
+from lowtide.plan.plan import Plan
+from lowtide.plan.plan_file import load_plan
 from lowtide.policy import format_layers
 
-__all__ = ["Run", "SettingRow", "read_run"]
+__all__ = ["Run", "SettingRow", "read_directory", "read_run"]
 
 
 class SettingRow(NamedTuple):
@@ -44,6 +47,8 @@ class Run(NamedTuple):
     """Seconds since the step began, and bytes in use."""
     stage: int | None = None
     """The pipeline stage that ``memory`` is of."""
+    adaptive: AdaptRecord | None = None
+    """What the run decided and met, where it adapted itself."""
 
 
 def read_run(
@@ -76,6 +81,36 @@ def read_run(
         points,
         stage,
     )
+
+
+def read_directory(directory: Path) -> tuple[Plan | None, Run]:
+    """The plan and the files of a run directory: what an adaptive run wrote of itself, receipts, metrics."""
+    record = directory / RECORD_FILE
+    metrics = directory / "metrics.jsonl"
+    receipts = sorted(directory.glob("receipts*.jsonl"))
+    if not record.exists() and not metrics.exists() and not receipts:
+        raise ReportError(
+            f"{directory} is not the directory of a run: it has neither {RECORD_FILE} nor metrics.jsonl nor receipts;"
+            " give what `output_dir` says"
+        )
+    run = read_run(receipts, metrics if metrics.exists() else None)
+    if not record.exists():
+        return None, run
+    adaptive = load_record(record)
+    plan = load_plan(directory / adaptive.plan) if adaptive.plan is not None else None
+    return plan, _since_the_plan(run._replace(adaptive=adaptive), adaptive, metrics)
+
+
+def _since_the_plan(run: Run, adaptive: AdaptRecord, metrics: Path) -> Run:
+    """The run with the time and the peak of its steps under the last plan only: those are what it predicts."""
+    switches = [event.step for event in adaptive.events if event.kind == "switched"]
+    if not switches:
+        return run
+    seconds = [one.seconds for one in adaptive.steps if one.step > switches[-1] and not one.rescued]
+    lines = _json_lines(metrics) if metrics.exists() else []
+    later = [one for one in lines if isinstance(one.get("step"), int) and one["step"] > switches[-1]]
+    peaks = [one["peak_bytes"] for one in later if isinstance(one.get("peak_bytes"), int)]
+    return run._replace(seconds=median(seconds) if seconds else None, peak=max(peaks, default=None))
 
 
 def _last_receipt(file: Path) -> tuple[Mapping[str, Any], int]:

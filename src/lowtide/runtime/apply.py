@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -27,11 +28,16 @@ from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.swap import SwapManager
 
-__all__ = ["Handle", "apply"]
+__all__ = ["Handle", "Structure", "apply", "structure_of"]
 
 Structure: TypeAlias = tuple[tuple[str, type[nn.Module]], ...]
 """The modules of a layer and their classes. Layers alike in that are expected to have the same operators; layers of one
 class need not be alike: some have experts where others have a dense block."""
+
+
+def structure_of(layer: nn.Module) -> Structure:
+    """What a layer is made of."""
+    return tuple((name, type(module)) for name, module in layer.named_modules())
 
 
 def apply(
@@ -42,6 +48,7 @@ def apply(
     limits: Limits | None = None,
     verify: bool = False,
     partial: bool = False,
+    learnt: Mapping[Structure, LayerKind] | None = None,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
@@ -51,7 +58,8 @@ def apply(
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
     is slow. ``partial`` says that the model is a part of one, such as a pipeline stage: a pattern that matches nothing
-    here may match elsewhere, so it is named in the receipt and is no error.
+    here may match elsewhere, so it is named in the receipt and is no error. ``learnt`` is what is known
+    of the model's layers, such as the ``kinds`` of a Handle that was at work on it, and need not be learnt again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
     model as it was.
@@ -65,7 +73,9 @@ def apply(
     if policy.root != LayerPolicy():
         raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
     warn_of_idle_settings(policy)
-    return Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
+    handle = Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
+    handle.start(learnt or {})
+    return handle
 
 
 class Handle:
@@ -86,12 +96,22 @@ class Handle:
             layer.register_forward_pre_hook(GatherAgain(index))
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
         ]
-        if any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in policy.layers):
-            watched = set()
-            for follower in self.followers:
-                if follower.kind_of not in watched and not follower.compiled:
-                    watched.add(follower.kind_of)
-                    follower.watch()
+
+    def start(self, known: Mapping[Structure, LayerKind]) -> None:
+        """Do what the Policy says where the operators are known; learn those that are not when they next run."""
+        layers = self.policy.layers
+        if not any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in layers):
+            return
+        unknown: set[Structure] = set()
+        for follower in self.followers:
+            kind_of = follower.kind_of
+            if follower.compiled or kind_of in unknown or kind_of in self.kinds:
+                continue
+            if kind_of in known:
+                self._learnt(kind_of, known[kind_of])
+            else:
+                unknown.add(kind_of)
+                follower.watch()
 
     @property
     def unused(self) -> tuple[Unused, ...]:
@@ -162,7 +182,7 @@ class _Follower:
     def __init__(self, handle: Handle, index: int) -> None:
         self.handle, self.index = handle, index
         self.layer = handle.layers.modules[index]
-        self.kind_of: Structure = tuple((name, type(module)) for name, module in self.layer.named_modules())
+        self.kind_of = structure_of(self.layer)
         """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = handle.policy.layers[index]
         self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
@@ -213,7 +233,10 @@ class _Follower:
         """How many operators after the layer's first something of it is due."""
         if self.program is not None:
             return self.program.due
-        return frozenset({self.settings.boundary.prefetch} if isinstance(self.settings.boundary, Swap) else ())
+        if self.resolved is None or self.span is None or not isinstance(self.resolved.boundary, Swap):
+            return frozenset()
+        prefetch = self.resolved.boundary.prefetch
+        return frozenset((prefetch, self.span.count - 1 + prefetch))
 
     def watch(self) -> None:
         """Learn the layer when it next runs with gradients."""
@@ -227,7 +250,7 @@ class _Follower:
             return
         handle, span, layer = self.handle, self.span, self.layer
         assert span is not None
-        boundary = self.settings.boundary
+        boundary = self.resolved.boundary
         if not self.whole and not self.compiled:
             kind = self.kind or handle.kinds[self.kind_of]
             decisions = repeat_collectives(self.index, kind, self.resolved)

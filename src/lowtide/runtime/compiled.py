@@ -18,7 +18,7 @@ from lowtide._torch_private import compiled_call, is_compiled, storage_key, with
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Decision, Keep, Swap
-from lowtide.runtime.layer import Span
+from lowtide.runtime.layer import Span, keeping
 from lowtide.runtime.program import BOUNDARY
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
@@ -56,7 +56,7 @@ class CompiledLayer:
                 return forward(*args, **kwargs)
             given = tensors_of((args, kwargs))
             run = _Run(self, storage_key(given[0]) if given else 0)
-            with saved_tensors_hooks(run.pack, unpack):
+            with saved_tensors_hooks(keeping(run.pack, self.manager), unpack):
                 output = forward(*args, **kwargs)
             run.departures.known = {}
             self.span.count = run.number

@@ -22,7 +22,7 @@ from lowtide._torch_private import (
     without_graph,
 )
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import kept_apart
+from lowtide.operators.kept import Kept, kept_apart
 from lowtide.operators.nodes import read_node
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Keep, Swap
@@ -42,12 +42,12 @@ from lowtide.runtime.rebuild import (
     SeenAs,
 )
 from lowtide.runtime.refuse import refuse_compilation
-from lowtide.runtime.saved import Saved, unpack
+from lowtide.runtime.saved import Pack, Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped, copy_on_host
 from lowtide.runtime.view import View
 
-__all__ = ["DecidedLayer", "Run", "Span", "pass_by", "swap_input", "timed_again"]
+__all__ = ["DecidedLayer", "Run", "Span", "keeping", "pass_by", "swap_input", "timed_again"]
 
 
 class Span:
@@ -122,7 +122,10 @@ def timed_again(forward: Function, ledger: Ledger, line: Line) -> Function:
 
 
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
-    """A layer that is recomputed as a whole and whose input, all that it holds, is swapped."""
+    """A layer that is recomputed as a whole and whose input, all that it holds, is swapped.
+
+    The input is wanted when backward reaches the layer's last operator.
+    """
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
         refuse_compilation(line.layer)
@@ -137,15 +140,37 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
                 return tensor
             saved = departures.out(tensor, swap, line, first + swap.prefetch)
             for one in departures.latest:
-                manager.schedule.come_back(one.reference, first + span.count)
+                manager.schedule.come_back(one.reference, first + span.count - 1 + swap.prefetch)
             return saved
 
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(keeping(pack, manager), unpack):
             output = forward(*args, **kwargs)
         span.leave(first, output)
         return output
 
     return swapped
+
+
+def keeping(pack: Pack, manager: SwapManager) -> Pack:
+    """As ``pack``, but what would stay as it is goes to whoever asked for that."""
+    keep = manager.keep
+    if keep is None:
+        return pack
+
+    def kept(saved: Tensor | Saved) -> Tensor | Saved:
+        if type(saved) is Kept:
+            return keep(saved.kept)
+        return keep(saved) if isinstance(saved, Tensor) else saved
+
+    def pack_and_keep(tensor: Tensor) -> Tensor | Saved:
+        with DisableTorchFunction():
+            saved = pack(tensor)
+            if type(saved) is Starts:
+                saved.saved = kept(saved.saved)
+                return saved
+            return kept(saved)
+
+    return pack_and_keep
 
 
 class DecidedLayer:
@@ -192,7 +217,8 @@ class DecidedLayer:
                 first = schedule.enter(offset)
             run = Run(program, manager, first)
             run.number = start
-            push_saved_tensors_hooks(run.pack if check is None else check.packing(run), unpack)
+            pack = run.pack if check is None else check.packing(run)
+            push_saved_tensors_hooks(pack if manager.keep is None else keeping(pack, manager), unpack)
             try:
                 output = forward(*args, **kwargs)
             finally:
@@ -220,7 +246,8 @@ class DecidedLayer:
             first = self.span.enter()
             run = self.run = _Capturing(self.program, self.manager, first)
             try:
-                with saved_tensors_hooks(run.pack if self.check is None else self.check.packing(run), unpack):
+                pack = run.pack if self.check is None else self.check.packing(run)
+                with saved_tensors_hooks(keeping(pack, self.manager), unpack):
                     output = forward(*args, **kwargs)
             finally:
                 self.run = None
@@ -362,6 +389,8 @@ class _Capturing(Run):
         """The layer has run, or raised."""
         if self.departures is not None:
             self.registry.send_away(self.departures.find)
+        if self.manager.keep is not None:
+            self.registry.send_away(self.manager.keep)
         self.registry, self.turns, self.given = Registry(), {}, []
         self.departures = self.repeated = None
 

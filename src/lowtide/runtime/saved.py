@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Saved", "unpack"]
+__all__ = ["Pack", "Saved", "unpack"]
 
 
 class Saved(Protocol):
@@ -14,6 +15,10 @@ class Saved(Protocol):
 
     def tensor(self) -> Tensor:
         """The tensor, bit by bit as it was saved. May be asked for several times, or never, on any thread."""
+
+
+Pack: TypeAlias = "Callable[[Tensor], Tensor | Saved]"
+"""What autograd asks for something to hold in place of a tensor."""
 
 
 def unpack(saved: Tensor | Saved) -> Tensor:

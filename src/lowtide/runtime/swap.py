@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -39,7 +39,7 @@ from lowtide.runtime.host import HostBuffer, HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.places import DiskPlace, HostPlace, Link
-from lowtide.runtime.saved import unpack
+from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Schedule
 from lowtide.runtime.transfer import Copy
 from lowtide.runtime.view import View
@@ -275,6 +275,8 @@ class SwapManager:
         self.pinned_pool = HostPool(limits.host_bytes, pinned=True)
         self.links: dict[torch.device, Link] = {}
         self._disk: DiskFile | None = None
+        self.keep: Callable[[Tensor], Saved] | None = None
+        """Given what stays, so that it can still leave when memory runs out; None: it stays."""
 
     @property
     def disk(self) -> DiskFile:

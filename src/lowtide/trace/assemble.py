@@ -50,7 +50,9 @@ def assemble(
         layers.append(list(parts).index(plain))
     # What is outside the layers is held before them: only the head's own parameters stand behind.
     behind = _static_behind(model, found, states, claimed)
-    before = cut.part(-1, "before", found.root, _static(model, states, claimed))
+    held = _static(model, states, claimed)
+    held = held._replace(buffers=(*held.buffers, *backward.given.values()))
+    before = cut.part(-1, "before", found.root, held)
     after = cut.part(count, "after", found.root, behind)
     return Trace(
         model=name,

@@ -18,9 +18,9 @@ from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
+from lowtide.trace.in_place import change_in_place
 from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import Recorder, imagined
-from lowtide.trace.sums import add_in_place
 from lowtide.trace.trace import Trace
 
 __all__ = ["capture"]
@@ -116,7 +116,7 @@ class _Runs:
                 self.optimizer.step()
             recorder.move("optimizer", 1)
             del loss
-        add_in_place(recorder)
+        change_in_place(recorder)
         return recorder
 
     @contextmanager

@@ -11,8 +11,8 @@ Real tensors are needed in backward. They can be held somewhere else meanwhile, 
 too one run shows both. If they stay where they are, one run saves nothing and shows the forward, and a second one shows
 the backward; both do the same, and the recorder checks that they do.
 
-Where two gradients meet, autograd adds one into the other if nobody else holds it, but not under a mode: then it makes
-a new tensor. The recorder sees that it happens outside of every node; see :mod:`lowtide.trace.sums`.
+Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
+it makes a new tensor. The recorder sees that it happens outside of every node; see :mod:`lowtide.trace.in_place`.
 
 Sharded parameters are freed by resizing their storage, which is no kernel: the method is replaced while we listen.
 """
@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
         self.references: dict[int, Any] = {}
         self.static: set[int] = set()
         """The keys of storages that were there before: parameters, buffers, optimizer states."""
+        self.given: dict[int, int] = {}
+        """The sizes of other storages that were there before and still are: the batch."""
         self.result = -1
         """The storage of the model's own output."""
         self.managed: set[int] = set()
@@ -148,8 +150,10 @@ class Recorder(TorchDispatchMode):
         self.quiet = False
         self.meeting = False
         """Whether backward runs between two nodes, where gradients meet."""
-        self.sums: dict[int, tuple[int, int, int]] = {}
-        """For each kernel that adds two gradients: both storages, and that of the sum."""
+        self.wrapped = False
+        """Whether what runs next is done for a subclass."""
+        self.into: dict[int, tuple[int, int]] = {}
+        """For each kernel that would be done in place without a mode: where, and the storage that it made instead."""
         self.events: list[Event] = []
         self.place: Place = ("forward", -1)
         self.next: Place | None = None
@@ -241,6 +245,16 @@ class Recorder(TorchDispatchMode):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
 
+    def _was_there(self, tensor: Tensor) -> None:
+        """If nobody knows a storage, somebody outside holds it; unless it ends here, it stays over the step."""
+        storage = inner_tensor(tensor).untyped_storage()
+        key = storage._cdata
+        known = key in self.known or key in self.static or key in self.given
+        if known or not self._is_here(tensor) or (tensor.is_cpu and tensor.dim() == 0):
+            return
+        self.given[key] = storage.nbytes()
+        self.references[key] = weakref.ref(storage, lambda _: self.given.pop(key, None))
+
     def forget(self, tensor: Tensor) -> None:
         """A storage that was taken to be made is there for good."""
         key = storage_key(tensor)
@@ -289,7 +303,9 @@ class Recorder(TorchDispatchMode):
         if self.quiet or self.paused:
             return func(*args, **kwargs)
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
+            self.wrapped = True
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
+        wrapped, self.wrapped = self.wrapped, False
         begin = self.clock.begin(args, kwargs) if self.clock is not None else None
         result = func(*args, **kwargs)
         end = self.clock.end(begin) if self.clock is not None else None
@@ -298,6 +314,8 @@ class Recorder(TorchDispatchMode):
         given, made = tensors_of((args, kwargs)), tensors_of(result)
         changed = tensors_of(written_arguments(func, args, kwargs))
         before = {storage_key(tensor) for tensor in given}
+        for tensor in given:
+            self._was_there(tensor)
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
         if not any(map(self._is_here, [*given, *made])):
             return result
@@ -323,8 +341,9 @@ class Recorder(TorchDispatchMode):
             message,
             (begin, end) if self.clock is not None else None,
         )
-        if self.meeting and kernel.kind == "aten::add" and len(given) == 2:
-            self.sums[len(self.kernels)] = (self.number(given[0]), self.number(given[1]), self.number(made[0]))
+        adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped
+        if (adds and not given[0]._is_view()) or (not self.meeting and kernel.kind in _FILLING):
+            self.into[len(self.kernels)] = (self.number(given[0]), self.number(made[0]))
         self.note("run", len(self.kernels))
         self.kernels.append(kernel)
         return result
@@ -459,3 +478,6 @@ _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",
 }  # fmt: skip
+
+_FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}
+"""What a node fills zeros with."""

@@ -168,6 +168,7 @@ class Static(NamedTuple):
 
     parameters: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
+    """Of what comes before the layers, also the batch."""
     gradients: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
 

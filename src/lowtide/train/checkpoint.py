@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from lowtide.errors import CheckpointError
-from lowtide.train.agreement import Agreement
+from lowtide.runtime.agreement import Agreement
 from lowtide.train.commit import (
     Marker,
     checkpoints_in,

@@ -55,6 +55,12 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
         "stages": [],
         "notes": list(run.notes),
     }
+    if run.adapt is not None:
+        filled = "the device's memory" if run.adapt.budget is None else format_bytes(run.adapt.budget)
+        plan["notes"].append(
+            f"the run adapts itself: {run.adapt.profiling_steps} steps are measured, then the fastest way within"
+            f" {filled} is taken; the decisions here are fixed"
+        )
     if settings.top_level.pretrained_model_dir:
         plan["notes"].append(f"the model is {settings.top_level.pretrained_model_dir}, built when the run starts")
         return plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.models.auxiliary import auxiliaries_of, set_auxiliary_scale
 from lowtide.models.prediction import prediction_loss
-from lowtide.models.router import auxiliary_losses, expert_fractions, reset_expert_counts, update_expert_bias
+from lowtide.models.router import auxiliary_losses, expert_bias_changes, expert_fractions, reset_expert_counts
 from lowtide.train.drop_rate import mean_drop_rates, summed_drop_rates
 
 __all__ = ["ExpertLoad"]
@@ -33,10 +33,9 @@ class ExpertLoad:
             reset_expert_counts(part)
             set_auxiliary_scale(part, scale)
 
-    def end(self) -> None:
-        """A step is over: experts with too much load get a lower bias."""
-        for part in self.parts:
-            update_expert_bias(part, self.data)
+    def changes(self) -> list[tuple[Tensor, Tensor]]:
+        """How the routers' biases are to move after the step: experts with too much load get a lower one."""
+        return [change for part in self.parts for change in expert_bias_changes(part, self.data)]
 
     def told(self) -> Tensor:
         """What ranks add up, in one vector: routers' losses, prediction layers', then each layer's drop rate."""

@@ -39,7 +39,9 @@ class Job:
     called: tuple[nn.Module, ...]
     """What a step calls: the parts, or DDP around them."""
     handles: tuple[tuple[Stage, Handle], ...]
-    """The decisions at work, for each part that has layers."""
+    """The decisions at work, for each part that has layers; none where the adaptive mode makes them."""
+    layers: str
+    """Where in a part its layers are."""
     shape: DecoderShape | None
     """The model's shape; None for one of transformers."""
     vocabulary: int
@@ -95,6 +97,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         models=tuple(models),
         called=tuple(_copied(models, run)),
         handles=tuple(handles),
+        layers="layers",
         shape=shape,
         vocabulary=shape.vocab_size,
         names=lambda: _names(shape),
@@ -120,6 +123,7 @@ def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, mes
         models=(model,),
         called=tuple(_copied([model], run)),
         handles=tuple(handles),
+        layers=layers.path,
         shape=None,
         vocabulary=model.vocabulary,
         names=lambda: [name for name, _ in model.named_parameters()],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from lowtide.adapt.settings import profiling_warnings
 from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import MFLossMonitor, MoEDropRateCallback
+from lowtide.policy import Policy
+from lowtide.runtime.apply import Handle
 from lowtide.runtime.receipt import Receipt
 from lowtide.train.checkpoint import Checkpoints
-from lowtide.train.data.batches import batches_of
+from lowtide.train.data.batches import Batch, batches_of
 from lowtide.train.data.source import source_of
 from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.job import Job, stage_shapes
@@ -27,7 +31,7 @@ from lowtide.train.monitors import Curve, DropRate, JsonLines, LossLine, Profile
 from lowtide.train.objective import Objective
 from lowtide.train.optimizer import make_optimizers
 from lowtide.train.options import TrainOptions
-from lowtide.train.pipeline import Pipeline, make_pipeline
+from lowtide.train.pipeline import Pipeline, Stage, make_pipeline
 from lowtide.train.record import Monitor, StepRecord
 from lowtide.train.run import Run
 from lowtide.train.run_directory import RunDirectory
@@ -38,6 +42,8 @@ from lowtide.train.weights import load_weights
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from lowtide.adapt.session import Adaptive
 
 __all__ = ["Loop"]
 
@@ -63,6 +69,7 @@ class Loop:
         checkpoints: Checkpoints,
         save_every: int,
         options: TrainOptions,
+        fixed: Policy | None = None,
     ) -> None:
         self.run, self.settings, self.meshes, self.job = run, settings, meshes, job
         self.options = options
@@ -105,6 +112,17 @@ class Loop:
             seed=rank_seed(run, meshes),
             layout=str(run.degrees),
         )
+        self.adaptive = self._adaptive(fixed)
+
+    def _adaptive(self, fixed: Policy | None) -> Adaptive | None:
+        """The session that decides while the run trains; ``fixed`` is what the file decides."""
+        if self.run.adapt is None:
+            return None
+        for text in profiling_warnings(self.run.adapt.profiling_steps, self.last):
+            logger.warning("adapt: %s", text)
+        from lowtide.train.adaptive import make_adaptive
+
+        return make_adaptive(self.run, self.job, self.meshes, self.optimizers, fixed, self.directory)
 
     def _experts(self) -> ExpertLoad:
         shape = self.job.shape
@@ -139,6 +157,8 @@ class Loop:
         record: StepRecord | None = None
         with ExitStack() as stack:
             stack.callback(self.data.close)
+            if self.adaptive is not None:
+                stack.callback(self.adaptive.remove)
             if self.watchdog is not None:
                 stack.callback(self.watchdog.close)
             monitors = self.monitors(begun, console)
@@ -190,10 +210,16 @@ class Loop:
         self._at("data")
         batches = self.data.for_step(consumed)
         rate = self.rates.set(step - 1)
-        outcome = self.step(batches)
+        outcome = self.step(batches) if self.adaptive is None else self._adapted(self.adaptive, batches)
         consumed += self.run.samples_per_step
         self.state.progress.update(step=step, loss_scale=self.step.scale.state_dict(), **self.data.state(consumed))
         return self._record(step, outcome, rate, time.perf_counter() - begin)
+
+    def _adapted(self, adaptive: Adaptive, batches: Sequence[Batch]) -> Outcome:
+        """The step, which may be run more than once: see [Note: a step that is run again]."""
+        outcome = adaptive.step(lambda: self.step(batches))
+        assert outcome is not None
+        return outcome
 
     def _at(self, phase: str) -> None:
         """Note where this rank stands, for when the job hangs."""
@@ -253,13 +279,20 @@ class Loop:
         """What lowtide did, from the rank that speaks for a pipeline stage."""
         if not self.meshes.leads or not (step == 2 or step % RECEIPT_EVERY == 0 or step == self.last):
             return
-        for stage, handle in self.job.handles:
+        for stage, handle in self._handles():
             receipt = handle.receipt()
             if wants_memory_statistics():
                 self.receipts.append(receipt)
             line = {"step": step, "layers": list(stage.layers), **receipt.as_json()}
             with self.directory.receipts(dist.get_rank()).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+
+    def _handles(self) -> Sequence[tuple[Stage, Handle]]:
+        """The decisions at work; none in a step in which the adaptive mode measures."""
+        if self.adaptive is None:
+            return self.job.handles
+        handles = self.adaptive.handles
+        return list(zip(self.job.stages, handles, strict=True)) if handles else []
 
 
 def _watchdog(options: TrainOptions, directory: RunDirectory) -> Watchdog | None:

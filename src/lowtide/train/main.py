@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lowtide.config.check import Check, check_file
 from lowtide.config.schema.callbacks import CheckpointMonitor
 from lowtide.operators.names import layer_operators
+from lowtide.policy import Policy
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.job import build_job
 from lowtide.train.logs import start_logging
@@ -56,7 +57,7 @@ def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
 def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: torch.device) -> Loop:
     """Everything before the first step, in the process group that there is."""
     check = check_file(file, layer_operators, overrides)
-    run = read_run(check, dist.get_world_size())
+    run = read_run(check, dist.get_world_size(), _device_memory(device))
     assert check.settings is not None
     meshes = make_meshes(run.degrees, device)
     torch.manual_seed(rank_seed(run, meshes))
@@ -65,13 +66,19 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
         torch.use_deterministic_algorithms(True)
     checkpoints, every = _checkpoints(check, options)
     newest = checkpoints.latest()
-    directory = on_first_rank(lambda: _open(check, overrides, options, newest))
+    policy = None if run.adapt else check.policy  # an adaptive run's is made, and written, while it trains
+    directory = on_first_rank(lambda: _open(check, policy, overrides, options, newest))
     if newest is not None and directory.checkpoint is None:  # the earlier run was moved aside
         checkpoints.close()
         checkpoints, every = _checkpoints(check, options)
     _say(check, run, directory)
-    job = build_job(run, check.settings, check.policy, meshes)
-    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options)
+    job = build_job(run, check.settings, policy, meshes)
+    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options, fixed=check.policy)
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """The bytes of the device; None for the host, whose memory is everybody's."""
+    return None if device.type == "cpu" else torch.accelerator.get_memory_info()[1]
 
 
 def _limit_memory(most: int | None, device: torch.device) -> None:
@@ -105,7 +112,9 @@ def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]
     return Checkpoints(directory, keep=keep, asynchronous=asynchronous), every
 
 
-def _open(check: Check, overrides: Overrides, options: TrainOptions, newest: Path | None) -> RunDirectory:
+def _open(
+    check: Check, policy: Policy | None, overrides: Overrides, options: TrainOptions, newest: Path | None
+) -> RunDirectory:
     text = Path(check.document.name).read_text(encoding="utf-8")
     directory = open_run_directory(
         options.run_directory,
@@ -116,8 +125,8 @@ def _open(check: Check, overrides: Overrides, options: TrainOptions, newest: Pat
         fresh=options.fresh,
         restarted=options.restarted,
     )
-    if check.policy is not None:
-        directory.policy.write_text(check.policy.to_json() + "\n", encoding="utf-8")
+    if policy is not None:
+        directory.policy.write_text(policy.to_json() + "\n", encoding="utf-8")
     return directory
 
 
@@ -129,6 +138,8 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
         logger.warning("%s:%d: %s", check.document.name, problem.line, problem.message)
     assert check.settings is not None
     for text in settings_without_effect(check.settings):
+        logger.warning("%s", text)
+    for text in run.warnings:
         logger.warning("%s", text)
     for note in run.notes:
         logger.info("%s", note)

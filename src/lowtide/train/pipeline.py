@@ -17,11 +17,13 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from lowtide._torch_private import drop_pipeline_losses
 from lowtide.config.placement import Placement
 from lowtide.errors import ConfigError
+from lowtide.plan import pipeline as plan
 from lowtide.train.run import Run, Schedule
 
-__all__ = ["Pipeline", "Stage", "make_pipeline", "stages_of"]
+__all__ = ["Pipeline", "Stage", "make_pipeline", "planned_pipeline", "stages_of"]
 
 _SCHEDULES: dict[Schedule, Any] = {
     "1f1b": Schedule1F1B,
@@ -67,6 +69,17 @@ def stages_of(placement: Placement, rank: int) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+def planned_pipeline(run: Run) -> plan.Pipeline:
+    """The pipeline of a run as the planner sees it: all stages, each with its parts."""
+    return plan.Pipeline(
+        placement=tuple(
+            tuple(stage.layers for stage in stages_of(run.placement, rank)) for rank in range(run.placement.num_stages)
+        ),
+        micro_batches=run.micro_steps,
+        schedule=run.schedule,
+    )
+
+
 class Pipeline:
     """This rank's stages and their schedule."""
 
@@ -74,6 +87,10 @@ class Pipeline:
         self.schedule = schedule
         self.first = any(stage.first for stage in stages)
         self.last = any(stage.last for stage in stages)
+
+    def drop_attempt(self) -> None:
+        """Forget a step that was broken off; the schedule itself forgets all but its losses when it begins."""
+        drop_pipeline_losses(self.schedule)
 
     def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
         """Forward and backward of all micro batches; the sum of their losses, on the rank that has the last stage."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from lowtide.adapt.settings import AdaptSettings, ReadSettings, read_settings
 from lowtide.config.check import Check
 from lowtide.errors import ConfigError
 
@@ -130,8 +131,12 @@ class Run:
     """Whether only deterministic kernels are used."""
     output_dir: str
     """Where everything the run writes goes."""
+    adapt: AdaptSettings | None = None
+    """How the run adapts itself to its memory; None where it does not."""
     notes: tuple[str, ...] = ()
     """What was decided for the file, in words, for the log."""
+    warnings: tuple[str, ...] = ()
+    """What was not as it should be, and what is used instead."""
 
     @property
     def samples_per_step(self) -> int:
@@ -139,8 +144,11 @@ class Run:
         return self.batch_size * self.micro_steps * self.degrees.data
 
 
-def read_run(check: Check, world: int | None = None) -> Run:
-    """The run that a checked file asks for on ``world`` processes, or on as many as its degrees say."""
+def read_run(check: Check, world: int | None = None, device_memory: int | None = None) -> Run:
+    """The run that a checked file asks for on ``world`` processes, or on as many as its degrees say.
+
+    ``device_memory`` is that of one device in bytes, None where it is not known: the adaptive mode never fills more.
+    """
     check.raise_errors()
     settings, form = check.settings, check.form
     if settings is None or form is None or form.placement is None:
@@ -148,7 +156,27 @@ def read_run(check: Check, world: int | None = None) -> Run:
             f"{check.document.name}: the file does not say how many layers the model has;"
             " write model.model_config.num_layers, or pretrained_model_dir"
         )
-    return (_read_2026 if settings.layout == "2026" else _read_graph)(settings, form.placement, world)
+    run = (_read_2026 if settings.layout == "2026" else _read_graph)(settings, form.placement, world)
+    adapt, warnings = _adapt(settings, device_memory)
+    return replace(run, adapt=adapt, warnings=tuple(f"adapt: {one}" for one in warnings))
+
+
+def _adapt(settings: Settings, device_memory: int | None) -> ReadSettings:
+    """How the run adapts itself. What it may use of the device bounds the plan too."""
+    if "adapt" not in settings.present:
+        return ReadSettings(None, ())
+    adapt, most = settings.adapt, settings.context.max_device_memory
+    read = read_settings(
+        device_swap=adapt.device_swap,
+        device_size=adapt.device_size,
+        budget=adapt.budget,
+        profiling_step=adapt.profiling_step,
+        verbose=adapt.verbosity != "quiet",
+        device_memory=min((size for size in (device_memory, most) if size is not None), default=None),
+    )
+    if read.settings is None or read.settings.budget is not None or most is None:
+        return read
+    return read._replace(settings=replace(read.settings, budget=most))
 
 
 def _read_graph(settings: Settings, placement: Placement, world: int | None) -> Run:

@@ -7,6 +7,7 @@
       run.lock          held by the run that is writing
       config.yaml       the file of the run, with what the command line changed
       policy.json       what becomes of each layer's activations
+      adaptive.json     what a run with `adapt` decided and met, step by step; trace.json, plan.json and policy.yaml
       metrics.jsonl     one object a step
       receipts.jsonl    what lowtide did, on rank 0; receipts.N.jsonl on rank N
       checkpoints/      one directory a checkpoint
@@ -33,7 +34,10 @@ from lowtide.errors import RunDirectoryError
 
 __all__ = ["RunDirectory", "config_text", "digest_of", "on_first_rank", "open_run_directory"]
 
-OWNED = ("run.json", "config.yaml", "policy.json", "metrics.jsonl", "checkpoints", "logs", "tensorboard", "watchdog")
+OWNED = (
+    *("run.json", "config.yaml", "policy.json", "metrics.jsonl", "checkpoints", "logs", "tensorboard", "watchdog"),
+    *("adaptive.json", "plan.json", "policy.yaml", "trace.json"),
+)
 """What an earlier run left and a new one would mix with; ``receipts*.jsonl`` too."""
 
 Result = TypeVar("Result")

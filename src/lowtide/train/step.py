@@ -1,4 +1,13 @@
-"""One optimizer step: forward and backward of its micro batches, then the update."""
+"""One optimizer step: forward and backward of its micro batches, then the update.
+
+[Note: a step that is run again]
+Where memory runs out the adaptive mode may break a step off, at any operator, and run it again from its start; it puts
+back the parameters, the optimizers' states and the generators of random numbers. Everything else that a step changes
+is here, and is the same the second time. Data and learning rates are chosen outside. What belongs to the step alone
+(the objective's weights, the routers' counts) is set when it begins. What outlives it (the loss scale, the routers'
+biases) is worked out before the update and written after it, in place, when nothing is left that could fail. What a
+broken-off attempt leaves in torch (gradients, the state of FSDP, DDP and the pipeline) is dropped when the next begins.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from lowtide._torch_private import reset_reducer, reset_sharding
 from lowtide.train.clip import clip, global_norm, scale_gradients
 from lowtide.train.data.batches import Batch
 from lowtide.train.expert_load import ExpertLoad
@@ -61,9 +71,14 @@ class Step:
         self.parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
         self.guarded = run.update.scaled or run.update.skip_norm is not None
         self.needs_norm = self.guarded or run.update.max_norm is not None
+        self.under_way = False
+        """Whether a step has begun and not ended."""
 
     def __call__(self, batches: Sequence[Batch]) -> Outcome:
-        """Train on the micro batches of one step."""
+        """Train on the micro batches of one step; see [Note: a step that is run again]."""
+        if self.under_way:
+            self._drop_attempt()
+        self.under_way = True
         scale = self.scale.value
         self.objective.begin([batch.labels for batch in batches], scale)
         self.experts.begin(self.objective.weight)
@@ -74,7 +89,8 @@ class Step:
         overflow = norm is not None and self.guarded and not bool(torch.isfinite(norm))
         threshold = self.run.update.skip_norm
         skipped = overflow or (threshold is not None and norm is not None and float(norm) >= threshold)
-        self.scale = self.scale.after(overflow=overflow)
+        self.place("loss")
+        summed, changes = self._summed(losses), self.experts.changes()
         self.place("update")
         if not skipped:
             if norm is not None and self.run.update.max_norm is not None:
@@ -83,10 +99,12 @@ class Step:
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self.place("loss")
-        main, told = self._summed(losses)
+        for bias, change in changes:
+            bias.add_(change)
+        self.scale = self.scale.after(overflow=overflow)
+        self.under_way = False
+        main, told = self._told(summed)
         others = self.experts.losses(told, self.run.micro_steps)
-        self.experts.end()
         return Outcome(
             loss=main + sum(others.values()),
             losses={"lm": main, **others} if others else {},
@@ -96,6 +114,18 @@ class Step:
             skipped=skipped,
             loss_scale=scale,
         )
+
+    def _drop_attempt(self) -> None:
+        """Drop what a step that was broken off has left behind."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for part in self.parts:
+            if isinstance(part, FSDPModule):
+                reset_sharding(part)
+            elif isinstance(part, DistributedDataParallel):
+                reset_reducer(part)
+        if self.pipeline is not None:
+            self.pipeline.drop_attempt()
 
     def _pipelined(self, batches: Sequence[Batch]) -> Tensor:
         assert self.pipeline is not None
@@ -134,15 +164,19 @@ class Step:
             return None
         return global_norm(self.parameters, stages=self.run.degrees.pipeline, device=self.meshes.device)
 
-    def _summed(self, losses: Tensor) -> tuple[float, Tensor]:
-        """The loss over all ranks, and what their routers tell: one small all-reduce.
+    def _summed(self, losses: Tensor) -> Tensor:
+        """The loss over all ranks, then what their routers tell: one small all-reduce.
 
         Ranks without the last pipeline stage, or without routers, have zeros to add.
         """
         loss = self.objective.value(losses).to(torch.float32).reshape(1)
         value = torch.cat((loss, self.experts.told().to(torch.float32)))
         dist.all_reduce(value)
-        value = (value / (self.run.degrees.data * self.run.degrees.tensor)).cpu()
+        return value
+
+    def _told(self, summed: Tensor) -> tuple[float, Tensor]:
+        """The same on the host, once the device has come so far."""
+        value = summed.cpu() / (self.run.degrees.data * self.run.degrees.tensor)
         return float(value[0]), value[1:]
 
 

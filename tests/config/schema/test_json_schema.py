@@ -114,6 +114,8 @@ def test_the_json_schema_and_the_reader_accept_the_guides_examples(text: str) ->
         {"callbacks": [{"type": "MFLossMonitor", "per_print_times": 0}]},
         {"run_mode": "predict"},
         {"context": {"max_device_memory": "58 parsecs"}},
+        {"adapt": {"budget": "60 parsecs"}},
+        {"adapt": {"device_swp": True}},
     ],
 )
 def test_the_json_schema_rejects_what_is_wrong(document: Any) -> None:

@@ -25,6 +25,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "recompute": ("pynative", "Recompute"),
     "recompute_comm": ("pynative", "RecomputeComm"),
     "swap": ("pynative", "Swap"),
+    "adapt": ("adapt", "Adapt"),
     "optimizer": ("optimizer", "Optimizer"),
     "lr_schedule": ("optimizer", "LrSchedule"),
     "lr_scheduler": ("optimizer", "LrSchedule"),

@@ -19,6 +19,7 @@ from lowtide.units import parse_bytes
 
 __all__ = [
     "EXACT",
+    "MAX_COUNT",
     "SIZE",
     "Bytes",
     "Count",

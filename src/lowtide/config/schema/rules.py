@@ -49,6 +49,8 @@ def check_rules(settings: Settings, document: dict[str, Any], problems: Problems
         )
     if "parallelism" in sections:
         _layers_per_stage(settings, problems)
+    if "adapt" in sections:
+        settings = _adapt(settings, document, problems)
     return settings
 
 
@@ -181,3 +183,42 @@ def _layers_per_stage(settings: Settings, problems: Problems) -> None:
                 (*path, index), f'layers are written like "0-3,8-11", found {found(text)}', "use numbers, `-` and `,`"
             )
             return
+
+
+def _adapt(settings: Settings, document: dict[str, Any], problems: Problems) -> Settings:
+    """The MindSpeed guide's rules as far as the file alone decides them: what makes no sense is its default."""
+    adapt, keys = settings.adapt, document["adapt"]
+    if not isinstance(keys, dict) or any(problem.path[:1] == ("adapt",) for problem in problems.errors):
+        return settings  # what is left of it says little
+
+    def path(name: str) -> tuple[str, str]:
+        """Where the file sets ``name``, in whichever spelling."""
+        return "adapt", next((key for key in keys if adapt.aliases.get(key, key) == name), name)
+
+    if adapt.budget is not None and adapt.device_size is not None:
+        problems.error(
+            path("device_size"),
+            f"`budget` and `{path('device_size')[1]}` are two ways to say what the plan may fill",
+            "keep one of them",
+            key=True,
+        )
+        return settings
+    if adapt.profiling_step <= 0:
+        problems.warn(
+            path("profiling_step"), f"the profiling step must be above 0, found {adapt.profiling_step}; 10 is used"
+        )
+        adapt = adapt.model_copy(update={"profiling_step": 10})
+    if adapt.device_size is not None and adapt.device_size <= 0:
+        problems.warn(
+            path("device_size"),
+            f"the device size must be above 0 MB, found {adapt.device_size}; the device's memory is used",
+        )
+        adapt = adapt.model_copy(update={"device_size": None})
+    if adapt.budget is None and adapt.device_size is None and not adapt.device_swap:
+        problems.warn(
+            ("adapt",),
+            "`adapt` has no effect: nothing in it turns the adaptive mode on",
+            "add `budget: auto`, or `device_swap: true`",
+            key=True,
+        )
+    return settings.with_section("adapt", adapt)

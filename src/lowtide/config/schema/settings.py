@@ -9,6 +9,7 @@ from lowtide.config.schema.catalogue import Layout
 from lowtide.config.schema.field import Section
 
 if TYPE_CHECKING:
+    from lowtide.config.schema.adapt import Adapt
     from lowtide.config.schema.callbacks import Callback
     from lowtide.config.schema.context import Context
     from lowtide.config.schema.dataset import Processor, TrainDataset, TrainDatasetTask
@@ -210,6 +211,13 @@ class Settings:
         from lowtide.config.schema.pynative import Swap
 
         return self._get("swap", Swap)
+
+    @cached_property
+    def adapt(self) -> Adapt:
+        """How the run adapts itself to its memory."""
+        from lowtide.config.schema.adapt import Adapt
+
+        return self._get("adapt", Adapt)
 
     @cached_property
     def training(self) -> Training:

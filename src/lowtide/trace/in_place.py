@@ -1,7 +1,9 @@
-"""Sums of gradients, as autograd makes them where nobody listens.
+"""What backward does in place where nobody listens.
 
-Where two gradients meet, autograd adds one into the other if nobody else holds it, but not under a mode: then it makes
-a new tensor. What was recorded is rewritten to what would happen without the mode.
+Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
+it makes a new tensor. What was recorded is rewritten to what would happen without the mode. A first one that is a view,
+as a linear layer gives for a batch of sequences, holds its base, and a subclass is never added to: there autograd makes
+a new tensor in any case. Some nodes fill zeros with what they were given, and under a mode they make a new tensor too.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from __future__ import annotations
 from lowtide.trace.recorder import Recorder
 from lowtide.trace.trace import Event
 
-__all__ = ["add_in_place"]
+__all__ = ["change_in_place"]
 
 
-def add_in_place(recorder: Recorder) -> None:
-    """Write sums of gradients as autograd makes them where no mode is: into one of the two."""
+def change_in_place(recorder: Recorder) -> None:
+    """Write what backward does as it is where no mode is: in place, where nobody else holds what is changed."""
     same: dict[int, int] = {}
 
     def now(number: int) -> int:
@@ -29,20 +31,19 @@ def add_in_place(recorder: Recorder) -> None:
         for at, (what, number) in enumerate(events):
             if (at, number) in skip:
                 continue
-            if what == "run" and number in recorder.sums:
-                one, other, total = recorder.sums[number]
+            if what == "run" and number in recorder.into:
+                into, total = now(recorder.into[number][0]), recorder.into[number][1]
                 freed = {}
                 for after in range(at + 1, len(events)):
                     if events[after][0] != "free":
                         break
                     freed[now(events[after][1])] = (after, events[after][1])
-                into = next((now(side) for side in (one, other) if side >= 0 and now(side) in freed), None)
-                if into is not None and _is_plain(recorder, into, total):
+                if into in freed and _is_plain(recorder, into, total):
                     skip.add(freed[into])
                     kept.remove(("make", total))
                     same[total] = into
                     kernel = recorder.kernels[number]
-                    recorder.kernels[number] = kernel._replace(kind="aten::add_", writes=(into,))
+                    recorder.kernels[number] = kernel._replace(kind=f"{kernel.kind}_", writes=(into,))
             kept.append((what, now(number) if what in ("make", "free") else number))
         recorder.streams[place] = kept
     recorder.kernels = [
@@ -54,6 +55,6 @@ def add_in_place(recorder: Recorder) -> None:
 
 
 def _is_plain(recorder: Recorder, into: int, total: int) -> bool:
-    """Whether a gradient can be added to: it was made in backward, and is as large as the sum."""
+    """Whether a storage can be changed: it was made in backward, and is as large as the result."""
     storage = recorder.storages[into]
     return storage.made[0] == "backward" and storage.size == recorder.storages[total].size

@@ -1,0 +1,172 @@
+"""Batches of every length: an adaptive run that plans for each, against one that always recomputes everything.
+
+    python benchmarks/adaptive_lengths.py --json
+
+A Llama of 8 layers is trained for 500 steps on batches of one sequence whose length is drawn from a log-normal
+distribution, 32 to 2,048 tokens. The device holds what a batch of mean length needs with everything kept, and half as
+much again above what is static; the longest exceeds that under the plan of the mean. The run is given each step and its
+tokens: ``run.step(step, tokens=...)``.
+
+- ``died``: steps that raised; ``not_bitwise``: losses that differ from those of an undisturbed run on a large device.
+- ``over_mean_plan``: whether the longest batch, under the plan for the mean length, runs out of memory here.
+- ``replans``, ``plans``, ``rescues``: new plans because the old ones did not hold, lengths that have a plan, failed
+  allocations.
+- ``goodput``: tokens a second on the virtual clock, against always recomputing every layer on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import lowtide
+import tide
+from lowtide import LayerPolicy, Policy, Recompute
+from models import Shape, llama, use_machine
+
+SHORTEST, LONGEST = 32, 2048
+FACTOR = 1 / 32
+PLENTY = 8 << 30
+
+
+class Training:
+    """The model, its optimizer and its batches, the same from the same start every time."""
+
+    def __init__(self, layers: int, steps: int) -> None:
+        shape = Shape(
+            layers=layers, sequence=LONGEST, hidden=128, intermediate=448, heads=2, vocabulary=500, factor=FACTOR
+        )
+        use_machine(FACTOR)
+        tide.configure(capacity=PLENTY)
+        self.model = llama(shape).to("tide")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(2)
+        drawn = torch.exp(5.6 + 0.8 * torch.randn(steps, generator=generator)).long()
+        self.lengths = [int(one) for one in drawn.clamp(SHORTEST, LONGEST)]
+        self.lengths[steps // 3] = LONGEST
+        self.tokens = torch.randint(3, shape.vocabulary, (1, LONGEST), generator=generator)
+
+    def step(self, number: int) -> float:
+        """A whole step, and its loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens = self.tokens[:, : self.lengths[number]].to("tide")
+        loss = self.model(tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.item())
+
+
+def reserved_by(layers: int, steps: int, tokens: int) -> tuple[int, int]:
+    """What keeping everything reserves for a batch so long, and what is static."""
+    training = Training(layers, steps)
+    training.lengths[:2] = [tokens, tokens]
+    training.step(0)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    training.step(1)
+    return torch.accelerator.max_memory_reserved(), torch.accelerator.memory_allocated()
+
+
+def plain(layers: int, steps: int, policy: Policy | None, capacity: int) -> tuple[list[float], float]:
+    """The losses, and the seconds of all steps."""
+    training = Training(layers, steps)
+    tide.configure(capacity=capacity)
+    handle = lowtide.apply(training.model, policy) if policy is not None else None
+    begin = tide.now()
+    losses = [training.step(number) for number in range(steps)]
+    torch.accelerator.synchronize()
+    seconds = (tide.now() - begin) * 1e-9
+    if handle is not None:
+        handle.remove()
+    return losses, seconds
+
+
+def exceeds(layers: int, steps: int, policy: Policy, capacity: int) -> bool:
+    """Whether the longest batch runs out of memory under a Policy."""
+    training = Training(layers, steps)
+    training.lengths[:3] = [SHORTEST, SHORTEST, LONGEST]
+    tide.configure(capacity=capacity)
+    handle = lowtide.apply(training.model, policy)
+    try:
+        for number in range(3):
+            training.step(number)
+    except torch.OutOfMemoryError:
+        return True
+    finally:
+        handle.remove()
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="60 steps of 4 layers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    console, start = Console(stderr=True, width=140), time.perf_counter()
+    layers, steps = (4, 60) if arguments.quick else (8, 500)
+
+    lengths = Training(layers, steps).lengths
+    mean = sum(lengths) // len(lengths)
+    kept, static = reserved_by(layers, steps, mean)
+    capacity = static + (kept - static) * 3 // 2
+    expected, _ = plain(layers, steps, None, PLENTY)
+    _, full = plain(layers, steps, Policy((LayerPolicy(Recompute()),) * layers), PLENTY)
+
+    training = Training(layers, steps)
+    tide.configure(capacity=capacity)
+    run = lowtide.adapt(training.model, training.optimizer, verbose=False)
+    losses: list[float] = []
+    died = 0
+    begin = tide.now()
+    for number in range(steps):
+        try:
+            losses.append(run.step(partial(training.step, number), tokens=lengths[number]) or 0.0)
+        except (torch.OutOfMemoryError, lowtide.LowtideError) as error:
+            console.print(f"step {number + 1} of {lengths[number]} tokens: {error}", highlight=False)
+            died += 1
+            break
+    torch.accelerator.synchronize()
+    seconds = (tide.now() - begin) * 1e-9
+    plans = {bucket: decided.policy for bucket, decided in run.plans.items()}
+    of_mean = plans[min((bucket for bucket in plans if bucket >= mean), default=max(plans))] if plans else None
+    kinds = [event.kind for event in run.events]
+    rescues = sum(step.rescued for step in run.steps)
+    run.remove()
+    result: dict[str, Any] = {
+        "steps": len(losses),
+        "died": died,
+        "not_bitwise": sum(one != other for one, other in zip(losses, expected, strict=False)),
+        "replans": kinds.count("replanned"),
+        "plans": len(plans),
+        "rescues": rescues,
+        "goodput": round(full / seconds, 4),
+        "over_mean_plan": of_mean is not None and exceeds(layers, steps, of_mean, capacity),
+        "mean_tokens": mean,
+        "capacity": capacity,
+        "static": static,
+        "races": len(tide.races()),
+        "seconds": round(time.perf_counter() - start),
+    }
+    table = Table("figure", "value", "limit")
+    for key, limit in (
+        ("steps", str(steps)), ("died", "0"), ("not_bitwise", "0"), ("replans", ""), ("plans", ""), ("rescues", ""),
+        ("goodput", "> 1"), ("over_mean_plan", "True"),
+    ):  # fmt: skip
+        table.add_row(key, str(result[key]), limit)
+    console.print(table)
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Shrink the device's memory at every allocation of a training step, and compare what the step leaves bit by bit.
+
+    python benchmarks/oom_sweep.py --json
+    python benchmarks/oom_sweep.py --quick
+
+On the virtual accelerator ``tide``. At the k-th allocation of a step with Adam the capacity drops to what is then
+allocated less x, for the rest of the step: forward, backward and optimizer. Where a step is begun anew, the capacity
+is lifted. A Llama-like and a MoE-like model, both with dropout; no Policy, full recompute, and a mixed one that swaps
+and recomputes single operators; the rescue armed, and disarmed. x is 1/64, 1/16, 1/8 and 1/4 of the activations' peak.
+Each k is tried in each of these at least once, with one x after another; with two ranks (FSDP2, and a pipeline of two
+with 1F1B), where the memory of one of them shrinks and both are armed, every STRIDE-th.
+
+Compared are the loss, parameters, optimizer states and generators; races and leaks are counted. ``hung`` counts ranks
+that gave no answer, ``died`` steps that ended in an error. ``host_us_armed``: what the armed rescue costs for each
+operator of a step in which nothing fails, on the real clock, and ``host_us_any_mode`` what a dispatch mode that does
+nothing costs; ``host_us_optimizer`` the same for the optimizer's step, which is always watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import tide
+from lowtide._torch_private import TorchDispatchMode
+from lowtide.adapt.rescue import Rescue
+from ranks import Ranks
+from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, Subject, on_ranks, phase_of, single
+
+SHARES = (1 / 4, 1 / 64, 1 / 8, 1 / 16)
+STRIDE, QUICK_STRIDE, QUICK_RANKS_STRIDE = 41, 97, 400
+console = Console(stderr=True, width=140)
+
+
+def swept(subject: Subject, armed: bool, stride: int) -> Iterator[Outcome]:
+    """Every ``stride``-th allocation of a step in one process, with one x after another."""
+    marks = subject.allocations(armed)
+    for turn, number in enumerate(range(1, marks["optimizer"] + 1, stride)):
+        nbytes = int(SHARES[turn % len(SHARES)] * subject.activations)
+        yield subject.disturbed(armed, number, nbytes, phase_of(number, marks))
+
+
+def in_one_process(stride: int) -> dict[str, list[Outcome]]:
+    """Both models, all Policies, armed and disarmed."""
+    found: dict[str, list[Outcome]] = {}
+    for model, policy in product(MODELS, POLICIES):
+        tide.reset()
+        subject = single(model, policy)
+        gc.collect()
+        gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
+        for armed in (True, False):
+            key = f"{model}, {policy}, {'armed' if armed else 'disarmed'}"
+            found[key] = []
+            for outcome in swept(subject, armed, stride):
+                found[key].append(outcome)
+                if not outcome.exact:
+                    console.print(f"{key}, {outcome}", style="red", markup=False)
+                if outcome.died:  # what it left is no start for another
+                    subject.rescue.remove()
+                    subject = single(model, policy)
+        subject.rescue.remove()
+        gc.unfreeze()
+        del subject
+        gc.collect()
+    return found
+
+
+def on_two_ranks(stride: int) -> tuple[dict[str, list[Outcome]], int]:
+    """Both layouts, either rank failing; and how often a rank did not answer."""
+    ranks, hung = Ranks(2), 0
+    found: dict[str, list[Outcome]] = {}
+    for turn, (layout, failing) in enumerate(product(LAYOUTS, (0, 1))):
+        key = f"{layout}, rank {failing} fails, armed"
+        found[key] = []
+        for number, share in enumerate(SHARES):
+            offset = (number * stride // len(SHARES) + turn) % stride
+            try:
+                answers = ranks.run(on_ranks, layout, failing, offset, stride, share)
+            except AssertionError as error:
+                text = str(error)
+                hung += text.count("no answer")
+                console.print(f"{key}, x {share}: {text[-600:]}", style="red", markup=False)
+                found[key].append(Outcome(key, "forward", died=text))
+                continue
+            found[key] += answers[failing]
+            found[key] += [one for one in answers[1 - failing] if not one.exact]  # the other must not be touched
+    ranks.stop()
+    return found, hung
+
+
+def counts_of(outcomes: list[Outcome]) -> dict[str, int]:
+    return {
+        "runs": len(outcomes),
+        "died": sum(bool(one.died) for one in outcomes),
+        "not_bitwise": sum(bool(one.different) for one in outcomes),
+        "races": sum(bool(one.races) for one in outcomes),
+        "leaks": sum(bool(one.leaked) for one in outcomes),
+        "needed_nothing": sum(one.line == 0 for one in outcomes),
+        "operator_repeated": sum(one.line == 2 for one in outcomes),
+        "step_repeated": sum(one.line == 3 for one in outcomes),
+        "paged": sum(one.paged for one in outcomes),
+    }
+
+
+def table_of(found: dict[str, list[Outcome]]) -> Table:
+    """By model, Policy and state."""
+    table = Table("step", *(name.replace("_", " ") for name in counts_of([])))
+    for key, outcomes in found.items():
+        table.add_row(key, *(f"{count:,}" for count in counts_of(outcomes).values()))
+    table.add_section()
+    everything = [one for outcomes in found.values() for one in outcomes]
+    for phase in PHASES:
+        in_phase = [one for one in everything if one.phase == phase]
+        table.add_row(f"in {phase}", *(f"{count:,}" for count in counts_of(in_phase).values()))
+    table.add_section()
+    table.add_row("all", *(f"{count:,}" for count in counts_of(everything).values()))
+    return table
+
+
+class _Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators, and does nothing else: what any mode costs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host_time(repeats: int) -> dict[str, float]:
+    """What watching costs on the real clock, on the host's own device: for each operator, in microseconds."""
+    torch.manual_seed(0)
+    width, layers = 64, 8
+    model = torch.nn.Sequential(
+        *(
+            torch.nn.TransformerEncoderLayer(width, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+    x = torch.randn(2, 16, width)
+    rescue = Rescue(model, [optimizer])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+
+    def timed(function: Any) -> float:
+        seconds = []
+        for _ in range(repeats):
+            begin = time.process_time()
+            function()
+            seconds.append(time.process_time() - begin)
+        return statistics.median(seconds)
+
+    counting = _Nothing()  # type: ignore[no-untyped-call]
+    with counting:
+        step()
+        operators, counting.count = counting.count, 0
+        optimizer.step()
+    with_optimizer = counting.count
+    plain, plain_optimizer = timed(step), timed(optimizer.step)
+    with counting:
+        least = timed(step)
+
+    def watched_optimizer() -> None:
+        with rescue.watching():
+            optimizer.step()
+
+    watched = timed(watched_optimizer)
+    rescue.arm()
+    armed = timed(lambda: rescue.run(step))
+    rescue.remove()
+    return {
+        "host_us_armed": round((armed - plain) / operators * 1e6, 2),
+        "host_us_any_mode": round((least - plain) / operators * 1e6, 2),
+        "host_share_armed": round(armed / plain - 1, 3),
+        "operators": operators,
+        "host_us_optimizer": round((watched - plain_optimizer) / with_optimizer * 1e6, 2),
+        "host_share_optimizer": round((watched - plain_optimizer) / (plain + plain_optimizer), 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help=f"every {QUICK_STRIDE}-th allocation")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="in one process, every N-th allocation")
+    parser.add_argument("--without-ranks", action="store_true", help="one process only")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
+    costs = host_time(10 if arguments.quick else 40)
+    found = in_one_process(QUICK_STRIDE if arguments.quick else arguments.stride)
+    hung = 0
+    if not arguments.without_ranks:
+        together, hung = on_two_ranks(QUICK_RANKS_STRIDE if arguments.quick else STRIDE)
+        found |= together
+    console.print(table_of(found))
+    everything = counts_of([one for outcomes in found.values() for one in outcomes])
+    by_phase = Counter(one.phase for outcomes in found.values() for one in outcomes)
+    seconds = round(time.perf_counter() - begin)
+    console.print(f"{everything['runs']:,} steps in {seconds} s; {costs}", highlight=False)
+    if arguments.json:
+        print(json.dumps({**everything, "hung": hung, **dict(by_phase), **costs, "seconds": seconds}))
+    wrong = sum(everything[name] for name in ("died", "not_bitwise", "races", "leaks")) + hung
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""``lowtide.adapt``: one line that makes a training loop fit, and then fast."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lowtide.adapt.session import Adaptive
+from lowtide.adapt.settings import PROFILING_STEPS, AdaptSettings
+from lowtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.policy import Policy
+
+__all__ = ["adapt"]
+
+
+def adapt(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    budget: int | str = "auto",
+    profiling_steps: int = PROFILING_STEPS,
+    rescue: bool = True,
+    swap: bool = True,
+    policy: Policy | None = None,
+    layers: str | None = None,
+    directory: str | Path | None = None,
+    verbose: bool = True,
+) -> Adaptive:
+    """Make a training loop fit its device, at the highest speed that fits.
+
+    The first ``profiling_steps`` steps recompute every layer and are measured; then the fastest Policy whose memory is
+    within ``budget`` is put to work. ``"auto"`` is all that the device gives. Where an allocation fails, tensors go to
+    the host and the operator, or the step, is repeated, unless ``rescue`` is False. ``policy`` holds decisions that
+    stay as they are. What was measured and planned is saved in ``directory``.
+
+    Around a loop, where each ``optimizer.step()`` ends a step::
+
+        with lowtide.adapt(model, optimizer):
+            for batch in batches:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Or step by step, which also allows a step to be repeated as a whole::
+
+        run = lowtide.adapt(model, optimizer)
+        for batch in batches:
+            loss = run.step(lambda: train_step(batch))
+    """
+    settings = AdaptSettings(
+        profiling_steps=profiling_steps,
+        budget=None if budget == "auto" else parse_bytes(budget),
+        rescue=rescue,
+        swap=swap,
+        verbose=verbose,
+    )
+    # By name: what is shown stands above what is done.
+    terminal = import_module("lowtide.report.adapt")
+    run = Adaptive(
+        [model],
+        [optimizer] if optimizer is not None else [],
+        settings,
+        fixed=policy,
+        layers=layers,
+        directory=Path(directory) if directory is not None else None,
+        say=terminal.say,
+        report=terminal.print_report,
+    )
+    run.start()  # whoever runs the steps, the first is to come through as well
+    return run

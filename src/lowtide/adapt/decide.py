@@ -1,0 +1,110 @@
+"""From what was measured to what is done: the budget, the plan, and what holds where nothing fits. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lowtide.adapt.settings import AdaptSettings
+from lowtide.cost.device import Device
+from lowtide.errors import PlanError
+from lowtide.plan.make import make_plan
+from lowtide.plan.pipeline import Pipeline
+from lowtide.plan.plan import Plan
+from lowtide.plan.simulate import simulate
+from lowtide.policy import LayerPolicy, Policy, Recompute
+from lowtide.trace.trace import Trace
+from lowtide.units import format_bytes
+
+__all__ = ["Decided", "Situation", "decide", "safe_policy"]
+
+SEGMENT = 2 << 20
+"""What a caching allocator takes from the device for small tensors: a plan may be off by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What is known when a plan is made."""
+
+    trace: Trace
+    """The whole model, as it was measured."""
+    device: Device
+    pipeline: Pipeline
+    capacity: int | None
+    """Bytes that this process can have of the device, the least of all ranks; None where the device does not say."""
+    fixed: Policy | None = None
+    """What a person decided."""
+    safe_peak: int = 0
+    """The most that was allocated in a step under the safe Policy."""
+    lost: int = 0
+    """Bytes that were missing since, where allocations failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What is done from now on."""
+
+    plan: Plan
+    policy: Policy
+    """The plan's, or the safe one."""
+    budget: int
+    margin: int
+    """What of the capacity was left free."""
+    reason: str
+    """In one sentence, for people."""
+
+
+def safe_policy(layers: int, fixed: Policy | None = None) -> Policy:
+    """Every layer recomputed, but where a person decided something else."""
+    again = LayerPolicy(default=Recompute())
+    if fixed is None:
+        return Policy((again,) * layers, origin="solver")
+    return replace(fixed, layers=tuple(again if one == LayerPolicy() else one for one in fixed.layers))
+
+
+def decide(situation: Situation, settings: AdaptSettings, progress: Callable[[str], None] = lambda _: None) -> Decided:
+    """The fastest Policy within the budget.
+
+    A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. If
+    nothing fits the device itself, PlanError says how much would be enough.
+    """
+    trace, device, pipeline = situation.trace, situation.device, situation.pipeline
+    safe = safe_policy(len(trace.layers), situation.fixed)
+    margin = _margin(situation, safe)
+    room = None if situation.capacity is None else max(1, situation.capacity - margin)
+    asked = settings.budget
+    budget = min(one for one in (asked, room) if one is not None) if asked or room else 1 << 62
+    plan = make_plan(
+        trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed), progress=progress
+    )
+    if plan.feasible:
+        reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
+        return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
+    if room is not None and plan.least > room:
+        raise PlanError(
+            f"the device gives this process {format_bytes(situation.capacity or 0)} and nothing fits: even the Policy"
+            f" that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; a capacity"
+            f" of {format_bytes(plan.least + margin)} ({plan.least + margin} bytes) works. {plan.notes[0]}"
+        )
+    reason = (
+        f"nothing fits the device size of {format_bytes(budget)}, the least is {format_bytes(plan.least)}: every layer"
+        " is recomputed"
+    )
+    return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
+
+
+def _margin(situation: Situation, safe: Policy) -> int:
+    """What safe steps took beyond what the simulator says of them, and what has been missing since.
+
+    The simulator replays the allocator, so fragmentation is in the plan itself. What was reserved is no measure of it
+    while a run changes its ways: segments of other sizes stay until the device asks for them back.
+    """
+    if situation.capacity is None:
+        return 0
+    predicted = simulate(situation.trace, safe, situation.device, situation.pipeline).peak
+    return max(0, situation.safe_peak - predicted) + SEGMENT + situation.lost
+
+
+def _fixed(fixed: Policy | None) -> Policy | None:
+    """A Policy that decides nothing fixes nothing, and lets the planner look further."""
+    return None if fixed is None or all(one == LayerPolicy() for one in fixed.layers) else fixed

@@ -1,0 +1,85 @@
+"""Begin a step anew: what it was given, noted without copying what is large."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import inner_tensor, version_of
+from lowtide.adapt.randomness import ProcessGenerators
+from lowtide.errors import RescueError
+
+__all__ = ["Beginning", "Repeat"]
+
+
+class Repeat(Exception):  # noqa: N818  nothing is wrong: a request, raised through the step that it ends
+    """The step has to be begun anew."""
+
+
+class _Gradient(NamedTuple):
+    """A gradient that was there before the step."""
+
+    reference: weakref.ReferenceType[Tensor]
+    version: int
+
+
+class Beginning:
+    """What a step began with: generators, gradients, buffers, and which parameters had optimizer states."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], changing: frozenset[str] | None
+    ) -> None:
+        """``changing`` names the buffers that steps were seen to change; None: nothing was seen yet."""
+        self.generators = ProcessGenerators.now()
+        self.gradients = [(parameter, _noted(parameter.grad)) for parameter in model.parameters()]
+        self.buffers = {name: (buffer, version_of(buffer)) for name, buffer in model.named_buffers()}
+        self.copies = {
+            name: inner_tensor(buffer).detach().cpu().clone()
+            for name, (buffer, _) in self.buffers.items()
+            if changing is None or name in changing
+        }
+        self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
+
+    def changed(self, *, compared: bool) -> frozenset[str]:
+        """The buffers that the step has changed.
+
+        ``compared`` with their copies as well, which waits for the device: a batch norm changes its buffers and tells
+        no one.
+        """
+        return frozenset(
+            name
+            for name, (buffer, version) in self.buffers.items()
+            if version_of(buffer) != version
+            or (compared and name in self.copies and not torch.equal(inner_tensor(buffer).cpu(), self.copies[name]))
+        )
+
+    def restore(self) -> None:
+        """Set everything back."""
+        self.generators.restore()
+        for name, (buffer, version) in self.buffers.items():
+            if name in self.copies:
+                with torch.no_grad():
+                    inner_tensor(buffer).copy_(self.copies[name])
+            elif version_of(buffer) != version:
+                raise RescueError(
+                    f"the step cannot be repeated: it was the first to change the buffer {name!r}, of which there is no"
+                    " copy; begin again from the last checkpoint"
+                )
+        for parameter, noted in self.gradients:
+            gradient = None if noted is None else noted.reference()
+            if noted is not None and gradient is not None and version_of(gradient) != noted.version:
+                raise RescueError(
+                    "the step cannot be repeated: it has added to gradients that were there when it began; give the"
+                    " whole step to run(), from zero_grad(set_to_none=True) to the optimizer's step"
+                )
+            parameter.grad = gradient
+        for optimizer, known in self.states:
+            for begun in set(optimizer.state) - known:
+                del optimizer.state[begun]  # begun, perhaps not finished; nothing was done with it yet
+
+
+def _noted(gradient: Tensor | None) -> _Gradient | None:
+    return None if gradient is None else _Gradient(weakref.ref(gradient), version_of(gradient))

@@ -1,0 +1,284 @@
+"""Come through when memory runs out.
+
+[Note: three lines of defence]
+1. A watermark: where a layer begins with more allocated than that, the oldest saved tensors leave before it runs.
+2. An operator that fails for want of memory, in forward, in backward or in the optimizer: tensors leave, and it runs
+   again. See [Note: handles], [Note: repeating an operator] and [Note: paging].
+3. The step is begun anew: generators, buffers and gradients are set back, and the first two lines are armed.
+
+The first two need handles around every saved tensor and a dispatch mode around every kernel, which costs some
+microseconds each. Disarmed there is neither, and an error goes straight to the third line. Only the optimizer's step,
+which has few kernels, is watched in any case.
+
+Ranks that work together must not repeat a step alone: the order of their collectives would be broken for good. There
+the third line is taken by agreement, before the first optimizer steps, where every rank has run the same collectives;
+a rank that is disarmed, or that has nothing left to send away, can only fail.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide._torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, storage_key
+from lowtide.adapt.counts import Counts
+from lowtide.adapt.handles import Book
+from lowtide.adapt.paging import Pager
+from lowtide.adapt.repeat import Beginning, Repeat
+from lowtide.adapt.retry import Retry, missing_bytes
+from lowtide.errors import ModelError, RescueError
+from lowtide.operators.layers import find_layers
+from lowtide.runtime.apply import Handle as Applied
+from lowtide.runtime.saved import unpack
+from lowtide.units import format_bytes
+
+__all__ = ["ATTEMPTS", "Rescue"]
+
+ATTEMPTS = 4
+"""How often a step is begun, at most."""
+
+T = TypeVar("T")
+
+
+class Rescue:
+    """Keeps a model's steps from dying of out-of-memory. See [Note: three lines of defence].
+
+    ``optimizers`` are those that ``step`` uses. ``smallest`` is the size of a storage, in bytes, below which it is not
+    worth sending away, and ``multiple`` how many times the missing bytes leave. ``group`` is a process group of all
+    ranks that step together, which takes tensors of the host; the default one if there are several ranks. ``layers``
+    names the module that holds the layers, where the longest run of equal children is not it.
+
+    ``rescue = Rescue(model, [optimizer])``; ``loss = rescue.run(step)``, where ``step`` runs forward, backward and the
+    optimizer and can be called again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        smallest: int = 1024,
+        multiple: float = 1.0,
+        group: dist.ProcessGroup | None = None,
+        layers: str | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.group = model, tuple(optimizers), group
+        self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.counts = Counts()
+        self.watermark: int | None = None
+        """Bytes allocated on the device above which the oldest leave when a layer begins; None: no such limit."""
+        self.armed = False
+        self.book, self.pager = Book(smallest), Pager(optimizers, smallest)
+        self._retry = Retry(self, multiple)
+        self._entered = False
+        """Whether the mode is on."""
+        self._inside = self._spoilt = self._agreed = False
+        self._ceiling: int | None = None
+        """A watermark for a step that is begun anew."""
+        self._changing: frozenset[str] | None = None
+        self._applied: list[Applied] = []
+        try:
+            self._layers = find_layers(model, layers).modules
+        except ModelError:
+            if layers is not None:
+                raise
+            self._layers = ()  # a watermark has no place to act then
+        self._on_layers: list[Any] = []
+        self._on_optimizers = [
+            hook
+            for optimizer in self.optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_optimizer),
+                optimizer.register_step_post_hook(self._after_optimizer),
+            )
+        ]
+
+    # What a user calls.
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Run a step; where nothing else helps, run it again from its start."""
+        beginning = Beginning(self.model, self.optimizers, self._changing)
+        self._retry.wrote = False
+        why = ""
+        try:
+            for _ in range(ATTEMPTS):
+                try:
+                    with self._watching():
+                        result = step()
+                    changed = beginning.changed(compared=self._changing is None)
+                    self._changing = (self._changing or frozenset()) | changed
+                    return result
+                except Repeat as request:
+                    why = str(request)
+                except torch.OutOfMemoryError as error:
+                    why = f"{format_bytes(missing_bytes(error))} were missing"
+                    if self.ranks > 1:
+                        raise RescueError(
+                            f"{why} on this rank, and a rank cannot repeat a step alone; "
+                            + (
+                                "nothing was left to send to the host: give the device less to do"
+                                if self.armed
+                                else "call arm() on all ranks before the step"
+                            )
+                        ) from error
+                self._prepare_to_repeat(beginning, why)
+        finally:
+            self._ceiling = None
+        raise RescueError(
+            f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with"
+            f" {format_bytes(torch.accelerator.memory_allocated())} allocated between steps; recompute or swap more, or"
+            " make the batch smaller"
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch over all that runs inside, without the third line of defence."""
+        try:
+            with self._watching():
+                yield
+        except Repeat as request:
+            raise RescueError(f"{request}: the step is spoilt, and only run() can repeat it") from None
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        armed, self._inside, self._spoilt, self._agreed = self.armed, True, False, False
+        self.settle()
+        if armed:
+            self.book.static = frozenset(storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()])
+            self._enter()
+            push_saved_tensors_hooks(self.book.keep, unpack)
+            for applied in self._applied:
+                applied.manager.keep = self.book.keep
+        try:
+            yield
+            self._agree()
+        finally:
+            for applied in self._applied:
+                applied.manager.keep = None
+            if armed:
+                pop_saved_tensors_hooks()
+            self._inside, self.pager.stepping = False, None
+            self.pager.made.clear()
+            self.settle()
+            self._collect_counts()
+
+    def follow(self, applied: Applied) -> None:
+        """What a Policy keeps can leave as well, from the next step on."""
+        self._applied.append(applied)
+
+    def unfollow(self, applied: Applied) -> None:
+        """The Policy is no longer at work."""
+        self._applied.remove(applied)
+
+    def arm(self) -> None:
+        """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
+        if not self.armed:
+            self.armed = True
+            self._on_layers = [layer.register_forward_pre_hook(self._before_layer) for layer in self._layers]
+
+    def disarm(self) -> None:
+        """From the next step on, watch only the optimizer."""
+        self.armed = False
+        for hook in self._on_layers:
+            hook.remove()
+        self._on_layers = []
+
+    def settle(self) -> bool:
+        """Bring back what is paged out; whether there was room for it all. The mode stays on if not."""
+        done = not self.pager.away or self.pager.page_in_all()
+        if done and self._entered and not (self._inside and self.armed):
+            self._entered = False
+            self._retry.__exit__(None, None, None)
+        return done
+
+    def remove(self) -> None:
+        """Leave the model and the optimizers as they were."""
+        self.disarm()
+        self.settle()
+        for hook in self._on_optimizers:
+            hook.remove()
+
+    # What the mode asks for.
+
+    def make_room(self, wanted: float, touched: set[int]) -> int:
+        """Free so many bytes, none of the storages ``touched``; how many are free now."""
+        freed = self.book.evict(wanted)
+        if freed < wanted:
+            freed += self.pager.page_out(wanted - freed, touched)
+        return freed
+
+    def spoil(self, operator: str) -> None:
+        """An operator may have written a part of what it writes."""
+        self._spoilt = True
+        reason = f"{operator} ran out of memory and may have written"
+        self.counts.note(reason)
+        if self.ranks == 1:
+            raise Repeat(reason)
+
+    def give_up(self, operator: str, missing: int) -> None:
+        """There is no more room to be made for an operator: should the step be repeated, leave more room before it."""
+        allocated = torch.accelerator.memory_allocated()
+        self._ceiling = max(0, min(allocated, self._ceiling or allocated) - 2 * missing)
+        self.counts.note(f"{operator} lacked {format_bytes(missing)}, and nothing was left to send away")
+
+    # Where it acts.
+
+    def _before_layer(self, layer: nn.Module, args: Any) -> None:
+        limits = [limit for limit in (self.watermark, self._ceiling) if limit is not None]
+        if not limits or not self._inside:
+            return
+        excess = torch.accelerator.memory_allocated() - min(limits)
+        if excess > 0 and (freed := self.book.evict(excess)):
+            self.counts.watermark += 1
+            self.counts.note(f"{format_bytes(excess)} above the watermark: {format_bytes(freed)} left")
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inside:
+            self._agree()
+            self.pager.stepping = optimizer
+            self._enter()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inside:
+            self.pager.stepping = None
+            self.pager.made.clear()
+            self.settle()
+
+    def _agree(self) -> None:
+        """Begin the step anew if it is spoilt on any rank. Once in a step, at the same place on all ranks."""
+        if self.ranks == 1 or not self.armed or self._agreed:
+            return
+        self._agreed = True
+        spoilt = torch.tensor(int(self._spoilt))
+        dist.all_reduce(spoilt, dist.ReduceOp.MAX, self.group)
+        if spoilt.item():
+            raise Repeat("a step is spoilt on a rank")
+
+    def _prepare_to_repeat(self, beginning: Beginning, why: str) -> None:
+        if self._retry.wrote:
+            raise RescueError(
+                f"{why} after the optimizer had begun to change parameters, so the step cannot be repeated; leave more"
+                " memory for the optimizer's step"
+            )
+        gc.collect()
+        torch.accelerator.empty_cache()
+        beginning.restore()
+        self.arm()
+        self.counts.repeated += 1
+        self.counts.note(f"the step was begun anew: {why}")
+
+    def _enter(self) -> None:
+        if not self._entered:
+            self._entered = True
+            self._retry.__enter__()
+
+    def _collect_counts(self) -> None:
+        self.counts.sent_bytes += self.book.sent_bytes
+        self.counts.paged_bytes += self.pager.paged_bytes
+        self.book.sent_bytes = self.pager.paged_bytes = 0

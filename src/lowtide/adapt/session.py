@@ -1,0 +1,463 @@
+"""An adaptive run: measured for some steps, planned, switched, and watched from then on.
+
+[Note: the life of a run]
+The first steps run under the safe Policy, every layer recomputed. In some of them no Policy is at work and everything
+that is saved for backward goes to the host at once: those are measured, and need less memory than any other way. After
+the last of them all ranks agree on one Trace, the first rank makes the plan, every rank proves that it has its Policy,
+and the Policy is put to work between two steps. What follows is compared with the plan after every step; where an
+allocation failed, or the memory is not what was planned, there is another plan, not more often than was asked for.
+
+Where batches have lengths, there is a plan for each length that comes, rounded up: see :mod:`lowtide.adapt.lengths`. A
+batch longer than anything that is known is run as a measured step.
+
+A Policy changes no value, so it does not matter to the training when the switch comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lowtide.adapt.clock import Clock
+from lowtide.adapt.decide import Decided, Situation, decide, safe_policy
+from lowtide.adapt.lengths import Lengths, bucket_of
+from lowtide.adapt.machine import link_of
+from lowtide.adapt.measure import TIMED_STEPS, Measuring
+from lowtide.adapt.ranks import Ranks
+from lowtide.adapt.record import RECORD_FILE, AdaptEvent, AdaptRecord, AdaptStep, Kind, Phase, save_record
+from lowtide.adapt.rescue import Rescue
+from lowtide.adapt.settings import AdaptSettings
+from lowtide.errors import PlanError, PolicyError
+from lowtide.operators.kinds import LayerKind
+from lowtide.operators.layers import find_layers
+from lowtide.plan.pipeline import Pipeline, even_pipeline
+from lowtide.plan.plan import Plan
+from lowtide.plan.plan_file import save_plan
+from lowtide.policy import Policy
+from lowtide.runtime.apply import Handle, Structure, apply
+from lowtide.trace.trace import kernels_of
+from lowtide.units import format_bytes
+
+__all__ = ["Adaptive"]
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+FIRST_MEASURED = 2
+"""The first step makes the optimizer's states, and is not like the others."""
+SAVE_EVERY = 50
+"""Steps between two savings of the record."""
+SETTLING = 2
+"""Steps after a plan in which gradients still lie where other steps had room for them: what is missing then will not be
+missing later."""
+PATIENT = 5
+"""Steps in a row whose memory is not as planned before that counts; and steps between two questions to other ranks."""
+
+
+class _Ended(NamedTuple):
+    """A step that has ended on the host; the device may still be at it."""
+
+    number: int
+    begin: Any
+    end: Any
+    peak: int
+    phase: Phase
+    rescued: int
+
+
+class _Stepped:
+    """An optimizer's ``step``, after which somebody is told."""
+
+    def __init__(self, optimizer: Optimizer, ended: Callable[[], None]) -> None:
+        self.optimizer, self.ended = optimizer, ended
+        self.before = vars(optimizer).get("step")
+        self.step = optimizer.step
+        self.listening = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.step(*args, **kwargs)
+        if self.listening:
+            self.ended()
+        return result
+
+    def attach(self) -> None:
+        self.optimizer.step = self  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Put back what was there; where somebody has wrapped it meanwhile, only be silent."""
+        self.listening = False
+        if vars(self.optimizer).get("step") is self:
+            del self.optimizer.step
+            if self.before is not None:
+                self.optimizer.step = self.before
+
+
+class Adaptive:
+    """An adaptive run. Give each step to :meth:`step`, or stand around the loop with ``with``."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer] = (),
+        settings: AdaptSettings | None = None,
+        *,
+        fixed: Policy | None = None,
+        pipeline: Pipeline | None = None,
+        stage: int = 0,
+        layers: str | None = None,
+        directory: Path | None = None,
+        say: Callable[[str], None] = logger.info,
+        report: Callable[[Plan], None] | None = None,
+    ) -> None:
+        self.parts, self.optimizers = tuple(parts), tuple(optimizers)
+        self.settings = settings or AdaptSettings()
+        self.fixed, self.layers, self.directory, self.say, self.report = fixed, layers, directory, say, report
+        self.clock = Clock(next((one.device for part in parts for one in part.parameters()), torch.device("cpu")))
+        self.ranks = Ranks(stage)
+        counts = [len(find_layers(part, layers).modules) for part in self.parts]
+        self.pipeline = pipeline or even_pipeline(sum(counts))
+        self.chunks = self.pipeline.placement[stage]
+        """The layers of each part, by their numbers in the whole model."""
+        if [len(chunk) for chunk in self.chunks] != counts:
+            raise PolicyError(
+                f"the pipeline places {[len(chunk) for chunk in self.chunks]} layers on stage {stage} and the parts"
+                f" there have {counts}"
+            )
+        self.total = sum(len(chunk) for place in self.pipeline.placement for chunk in place)
+        last = self.total - 1
+        self.measuring = [
+            Measuring(part, optimizers=self.optimizers, layers=layers, last=last in chunk)
+            for part, chunk in zip(self.parts, self.chunks, strict=True)
+        ]
+        self.rescue: Rescue | None = None
+        if self.settings.rescue:
+            self.rescue = Rescue(
+                self.parts[0] if len(self.parts) == 1 else nn.ModuleList(self.parts),
+                self.optimizers,
+                smallest=self.settings.smallest,
+                multiple=self.settings.multiple,
+                group=self.ranks.all.group,
+                layers=layers if len(self.parts) == 1 else None,
+            )
+        self.safe = safe_policy(self.total, fixed)
+        self.policy = self.safe
+        self.lengths = Lengths()
+        self.plans: dict[int, Decided] = {}
+        """What was decided for each length; 0 where batches have none."""
+        self.tokens = 0
+        """Of the step that runs now."""
+        self.measured = False
+        """Whether it is a measured one."""
+        self.handles: list[Handle] = []
+        self.kinds: list[dict[Structure, LayerKind]] = [{} for _ in self.parts]
+        """What is known of the layers of each part."""
+        self.events: list[AdaptEvent] = []
+        self.steps: list[AdaptStep] = []
+        self.number = 0
+        """Steps that have ended."""
+        self.planned_at = -self.settings.replan_every
+        self.lost = self.safe_peak = self.unlike = 0
+        self._begin: Any = None
+        self._pending: _Ended | None = None
+        self._open: ExitStack | None = None
+        self._step: _Stepped | None = None
+        if self.rescue is not None:
+            self.rescue.arm()
+
+    # Steps.
+
+    def step(self, run: Callable[[], Result] | None = None, *, tokens: int | None = None) -> Result | None:
+        """Run one whole training step: forward, backward and the optimizer's; it is repeated where it must be.
+
+        ``run`` may be called again if memory ran out in it, so whatever it changes beside the model and its gradients,
+        such as a data loader, stays outside. ``tokens`` says how long the step's micro batches are, where that is not
+        always the same: then each length has its plan. Without ``run`` this says that a step of one's own has ended.
+        """
+        if run is None:
+            self._close()
+            self.start()
+            return None
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        self._before(tokens or 0)
+        attempt = partial(self._attempt, run)
+        result = self.rescue.run(attempt) if self.rescue is not None else attempt()
+        self._after()
+        return result
+
+    def _attempt(self, run: Callable[[], Result]) -> Result:
+        with self._around():
+            return run()
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.measured:
+                for one in self.measuring:
+                    stack.enter_context(one.step())
+            yield
+
+    def _before(self, tokens: int) -> None:
+        self._settle()
+        self.tokens = self.ranks.largest(tokens) if tokens else 0
+        for one in self.measuring:
+            one.timed = 1 if tokens else TIMED_STEPS  # two batches of one length may never come
+        self.measured = self._is_measured()
+        if self.measured:
+            self._use(None)
+        elif self._measuring:
+            self._use(self.safe)
+        else:
+            self._use(self._decided().policy)
+        self.clock.reset_peak()
+        self._begin = self.clock.now()
+
+    @property
+    def _measuring(self) -> bool:
+        """Whether these are still the first steps."""
+        return self.number < self.settings.profiling_steps or not self.lengths.traces
+
+    def _is_measured(self) -> bool:
+        if self.number + 1 < min(FIRST_MEASURED, self.settings.profiling_steps):
+            return False
+        return self.lengths.wanted(self.tokens) if self.tokens else not self.lengths.traces
+
+    def _after(self) -> None:
+        self.number += 1
+        rescued = self._count_rescues()
+        peak = self.clock.peak_reserved()
+        phase: Phase = "measuring" if self.measured or (self.policy == self.safe and not self.plans) else "planned"
+        self._pending = _Ended(self.number, self._begin, self.clock.now(), peak, phase, rescued)
+        if self.measured:
+            self._look()
+        elif phase == "measuring":
+            self.safe_peak = max(self.safe_peak, self.clock.peak_allocated()) if self.number > 1 else 0
+        else:
+            self._watch(peak, rescued)
+
+    def _settle(self) -> None:
+        """Write down the last step, whose end the device has reached by now."""
+        if self._pending is None:
+            return
+        number, begin, end, peak, phase, rescued = self._pending
+        self._pending = None
+        self.steps.append(AdaptStep(number, self.clock.seconds(begin, end), peak, phase, rescued))
+        if number % SAVE_EVERY == 0:
+            self._save()
+
+    def _count_rescues(self) -> int:
+        if self.rescue is None:
+            return 0
+        counts = self.rescue.counts.taken()
+        if counts.any:
+            if self.number > self.planned_at + SETTLING:
+                self.lost += counts.sent_bytes + counts.paged_bytes
+            self._say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
+        return counts.retried + counts.repeated + counts.watermark
+
+    # What was measured.
+
+    def _look(self) -> None:
+        """A measured step has ended: take its Trace if it is complete."""
+        if not all(one.complete for one in self.measuring):
+            return
+        trace = self.ranks.trace([one.trace() for one in self.measuring], self.pipeline)
+        self.lengths.add(self.tokens, trace)
+        words = f" of {self.tokens} tokens" if self.tokens else ""
+        self._say("measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
+        if self.directory is not None and self.ranks.first:
+            trace.save(self.directory / "trace.json")
+        for one, kinds in zip(self.measuring, self.kinds, strict=True):
+            kinds |= one.kinds()
+            one.begin_anew()
+
+    # The plan.
+
+    def _decided(self) -> Decided:
+        """What was decided for batches like this one; decide it, if that is new."""
+        bucket = bucket_of(self.tokens) if self.tokens else 0
+        found = self.plans.get(bucket)
+        if found is None:
+            found = self.plans[bucket] = self._decide(bucket)
+        return found
+
+    def _decide(self, bucket: int) -> Decided:
+        """Make a plan of what was measured, on the first rank, for all of them."""
+        self._use(None)
+        self.clock.empty_cache()  # segments of the steps before have other sizes
+        trace = self.lengths.trace(bucket)
+        assert trace is not None
+        capacity = self.clock.capacity()
+        situation = Situation(
+            trace=trace,
+            device=link_of(self.clock.device, kernels_of(trace)),
+            pipeline=self.pipeline,
+            capacity=None if capacity is None else self.ranks.smallest(capacity),
+            fixed=self.fixed,
+            safe_peak=self.ranks.largest(self.safe_peak) if not bucket else 0,
+            lost=self.ranks.largest(self.lost),
+        )
+        decided: Decided | None = None
+        failed: str | None = None
+        if self.ranks.first:
+            try:
+                decided = decide(situation, self.settings)
+            except PlanError as error:
+                failed = str(error)
+        if (failed := self.ranks.all.from_first(failed)) is not None:
+            raise PlanError(failed)
+        agreed = self.ranks.decided(decided)
+        if self.rescue is not None and self.ranks.all.alone and self._open is None:
+            self.rescue.disarm()  # a step that fails is repeated, armed
+        self.planned_at, self.unlike = self.number, 0
+        words = f" for {bucket} tokens" if bucket else ""
+        self._say("switched", f"{agreed.reason}{words}: Policy {agreed.policy.digest[:12]}")
+        if self.ranks.first:
+            if self.report is not None and self.settings.verbose and len(self.plans) < 2:
+                self.report(agreed.plan)
+            self._save_plan(agreed)
+        return agreed
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last plan that was made."""
+        return next(reversed(self.plans.values())).plan if self.plans else None
+
+    def _use(self, policy: Policy | None) -> None:
+        """Put a Policy to work in place of the one that is, or none."""
+        if self.handles:
+            if policy == self.policy:
+                return
+            for place, handle in enumerate(self.handles):
+                if self.rescue is not None:
+                    self.rescue.unfollow(handle)
+                handle.remove()
+                self.kinds[place] |= handle.kinds
+            self.handles = []
+        if policy is None:
+            return
+        self.policy = policy
+        whole = len(self.parts) == 1 and self.pipeline.stages == 1
+        for place, (part, chunk) in enumerate(zip(self.parts, self.chunks, strict=True)):
+            mine = replace(policy, layers=tuple(policy.layers[layer] for layer in chunk))
+            handle = apply(part, mine, layers=self.layers, partial=not whole, learnt=self.kinds[place])
+            self.handles.append(handle)
+            if self.rescue is not None:
+                self.rescue.follow(handle)
+
+    # Watching.
+
+    def _watch(self, peak: int, rescued: int) -> None:
+        """Compare a step with its plan; make another where it is not what was planned."""
+        bucket = bucket_of(self.tokens) if self.tokens else 0
+        planned = self.plans[bucket].plan.simulation.reserved if bucket in self.plans else 0
+        over = bool(planned) and peak > planned * (1 + self.settings.error)
+        self.unlike = self.unlike + 1 if over else 0
+        reason = ""
+        if rescued:
+            reason = f"memory was missing {rescued} times"
+        elif self.unlike >= PATIENT:
+            reason = f"{format_bytes(peak)} reserved where {format_bytes(planned)} were planned"
+            self.lost = max(self.lost, peak - planned)
+        due = self.number - self.planned_at >= self.settings.replan_every
+        if not self.ranks.all.alone:
+            # Ranks ask each other now and then, not in every step: all of them in the same.
+            due = due and self.number % PATIENT == 0
+            wanted = due and self.ranks.all.any_of([bool(reason) or bool(self.lost)])[0]
+        else:
+            wanted = due and bool(reason)
+        if wanted:
+            self._say("replanned", reason or "another rank asked for it")
+            self.plans.clear()
+
+    # Words.
+
+    def _say(self, kind: Kind, text: str) -> None:
+        self.events.append(AdaptEvent(self.number, kind, text))
+        if self.settings.verbose and self.ranks.first:
+            self.say(f"step {self.number}: {text}")
+
+    @property
+    def record(self) -> AdaptRecord:
+        """What happened so far."""
+        plan = self.plan
+        return AdaptRecord(
+            events=tuple(self.events),
+            steps=tuple(self.steps),
+            plan="plan.json" if plan is not None and self.directory is not None else None,
+            budget=plan.budget if plan is not None else None,
+            capacity=self.clock.capacity(),
+        )
+
+    def _save(self) -> None:
+        if self.directory is not None and self.ranks.first:
+            save_record(self.record, self.directory / RECORD_FILE)
+
+    def _save_plan(self, decided: Decided) -> None:
+        if self.directory is None:
+            return
+        save_plan(decided.plan, self.directory / "plan.json")
+        (self.directory / "policy.json").write_text(decided.policy.to_json())
+        if decided.plan.yaml:
+            (self.directory / "policy.yaml").write_text(decided.plan.yaml)
+        self._save()
+
+    # Around a loop.
+
+    def __enter__(self) -> Adaptive:
+        if self.optimizers:
+            # Not a hook: what begins and ends with a step has hooks of its own there, and they are being gone through.
+            self._step = stepped = _Stepped(self.optimizers[-1], self._ended)
+            stepped.attach()
+        if self._open is None:
+            self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        self.remove()
+
+    def _ended(self) -> None:
+        self._close()
+        self.start()
+
+    def start(self) -> None:
+        """A step of somebody's own loop begins."""
+        self._open = ExitStack()
+        self._before(0)
+        if self.rescue is not None:
+            self.rescue.arm()  # nobody but the loop itself could repeat a step
+            self._open.enter_context(self.rescue.watching())
+        self._open.enter_context(self._around())
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._after()
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        if self._step is not None:
+            self._step.detach()
+            self._step = None
+        self._settle()
+        self._save()
+        self._use(None)
+        if self.rescue is not None:
+            self.rescue.remove()
+        self.ranks.close()

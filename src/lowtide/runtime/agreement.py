@@ -1,0 +1,84 @@
+"""What all ranks decide together, over a gloo group of their own; in a single process each answer is that process's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Agreement"]
+
+Value = TypeVar("Value")
+
+
+class Agreement:
+    """A gloo group over all ranks, or over some. Every rank makes one, also of groups that it is not in; those in it
+    call the same methods in the same order."""
+
+    def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            self.group = dist.new_group(list(ranks) if ranks else None, timeout=timeout, backend="gloo")
+        if self.group is None:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is what is meant
+        self.rank = dist.get_rank() if self.group is not None else 0
+        self.ranks = tuple(ranks or range(dist.get_world_size() if self.group is not None else 1))
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no process group."""
+        return self.group is None
+
+    def all(self, mine: bool) -> bool:
+        """Whether it is so on every rank."""
+        return not self.any_of([not mine])[0]
+
+    def any_of(self, mine: list[bool]) -> list[bool]:
+        """For each place of a list as long on every rank: whether it is so on any."""
+        flags = torch.tensor(mine, dtype=torch.uint8)
+        if self.group is not None and mine:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def from_first(self, value: Value) -> Value:
+        """The first rank's value on every rank."""
+        return self.from_rank(value, self.ranks[0])
+
+    def from_rank(self, value: Value, rank: int) -> Value:
+        """That rank's value on every rank."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=rank, group=self.group)
+        return box[0]
+
+    def largest(self, mine: Sequence[float]) -> list[float]:
+        """For each place of a list as long on every rank: the largest of all ranks' numbers."""
+        numbers = torch.tensor(mine, dtype=torch.float64)
+        if self.group is not None and numbers.numel():
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        found: list[float] = numbers.tolist()
+        return found
+
+    def of_every_rank(self, mine: int) -> list[int]:
+        """Each rank's number, in the order of ranks."""
+        if self.group is None:
+            return [mine]
+        found = torch.empty(len(self.ranks), dtype=torch.int64)
+        dist.all_gather_into_tensor(found, torch.tensor([mine], dtype=torch.int64), group=self.group)
+        return [int(number) for number in found.tolist()]
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None

@@ -1,0 +1,281 @@
+"""Steps that run out of memory, and what they leave: what undisturbed ones do."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tide.testing import fresh_tide  # noqa: F401
+from torch import Tensor, nn
+
+import tide
+from lowtide._torch_private import scoped_library
+from lowtide.adapt.rescue import Rescue
+from lowtide.errors import RescueError
+from ranks import Ranks
+from sweep_cases import Subject, on_ranks, phase_of, single
+from tide import faults
+
+ROWS, WIDTH = 64, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(x)
+        return y
+
+
+class Trained:
+    """Some layers, trained for a few steps; the same every time."""
+
+    def __init__(self, norm: bool = False, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [Block() for _ in range(6)]
+        self.model = nn.Sequential(*([nn.BatchNorm1d(WIDTH)] if norm else []), *layers).to("tide")
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.x = torch.randn(ROWS, WIDTH, device="tide")
+        self.change = change
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.change(self.model(self.x)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self, run: Callable[[Callable[[], Tensor]], Tensor], steps: int = 3) -> list[Tensor]:
+        """The losses, the parameters and the buffers."""
+        losses = [run(self.step).cpu() for _ in range(steps)]
+        self.optimizer.zero_grad()
+        return [*losses, *(one.detach().cpu() for one in [*self.model.parameters(), *self.model.buffers()])]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def plainly(step: Callable[[], Tensor]) -> Tensor:
+    return step()
+
+
+@contextmanager
+def less_memory(share: float, **settings: Any) -> Iterator[tuple[list[Tensor], Trained, Rescue]]:
+    """What an undisturbed run gives; then a capacity with ``share`` of what its activations take."""
+    undisturbed = Trained(**settings)
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    expected = undisturbed.train(plainly)
+    activations = torch.accelerator.max_memory_allocated() - before
+    del undisturbed
+    gc.collect()
+    trained = Trained(**settings)
+    held = torch.accelerator.memory_allocated()
+    faults.shrink_capacity(1, -int(share * activations))  # from the next allocation on
+    torch.empty(1, device="tide")
+    assert torch.accelerator.memory_allocated() == held
+    rescue = Rescue(trained.model, [trained.optimizer])
+    yield expected, trained, rescue
+    faults.disarm()
+    rescue.remove()
+
+
+def test_without_a_rescue_the_run_dies() -> None:
+    with less_memory(0.8) as (_, trained, _), pytest.raises(torch.OutOfMemoryError):
+        trained.train(plainly)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_an_armed_run_with_less_memory_is_bitwise_the_same(share: float) -> None:
+    with less_memory(share) as (expected, trained, rescue):
+        rescue.arm()
+        assert same(trained.train(rescue.run), expected)
+        counts = rescue.counts.taken()
+    assert counts.retried > 0
+    assert counts.repeated == 0
+    assert counts.sent_bytes > 0
+    assert "aten." in counts.reasons[0]
+    assert not rescue.counts.any
+
+
+def test_a_disarmed_run_repeats_its_first_step_and_is_armed_then() -> None:
+    with less_memory(0.8) as (expected, trained, rescue):
+        assert same(trained.train(rescue.run), expected)
+        assert rescue.counts.repeated == 1
+        assert rescue.armed
+
+
+def test_the_watermark_sends_tensors_away_before_anything_fails() -> None:
+    with less_memory(2.0) as (expected, trained, rescue):
+        rescue.watermark = torch.accelerator.memory_allocated() + 3 * ROWS * WIDTH * 4
+        rescue.arm()
+        assert same(trained.train(rescue.run), expected)
+        assert rescue.counts.watermark > 0
+        assert rescue.counts.retried == 0
+
+
+def test_a_step_that_cannot_fit_says_how_much_was_missing_and_leaves_the_model_as_it_was() -> None:
+    with less_memory(0.05) as (_, trained, rescue):
+        before = [one.detach().cpu() for one in trained.model.parameters()]
+        with pytest.raises(RescueError, match=r"begun 4 times .* were missing"):
+            rescue.run(trained.step)
+        faults.disarm()
+        assert rescue.settle()
+        assert same([one.detach().cpu() for one in trained.model.parameters()], before)
+
+
+def test_buffers_and_generators_are_set_back_before_a_step_is_repeated() -> None:
+    with less_memory(0.7, norm=True) as (expected, trained, rescue):
+        assert same(trained.train(rescue.run), expected)
+        assert rescue.counts.repeated == 1
+
+
+def test_a_step_that_adds_to_gradients_cannot_be_repeated_and_says_so() -> None:
+    trained = Trained()
+    rescue = Rescue(trained.model, [trained.optimizer])
+
+    def accumulate() -> None:
+        trained.model(trained.x).square().mean().backward()
+
+    accumulate()
+    faults.disarm()
+    accumulate()
+    faults.fail_allocation(faults.allocations_seen())
+    with pytest.raises(RescueError, match="whole step"):
+        rescue.run(accumulate)
+    rescue.remove()
+
+
+@pytest.fixture
+def careless() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Calls an operator that writes before it allocates. The allocation fails, once."""
+    with scoped_library("rescue_test", "FRAGMENT") as library:
+        library.define("careless(Tensor(a!) x) -> ()")
+
+        def write(x: Tensor) -> None:
+            x.mul_(2)
+            torch.empty(1 << 14, dtype=torch.uint8, device=x.device)
+
+        library.impl("careless", write, "PrivateUse1")
+        calls = 0
+
+        def change(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            changed = x.detach().clone()
+            if calls == 1:
+                faults.fail_allocation(1)
+            torch.ops.rescue_test.careless(changed)
+            return x * changed
+
+        yield change
+
+
+def test_an_operator_that_wrote_before_it_failed_is_not_repeated_but_the_step_is(
+    careless: Callable[[Tensor], Tensor],
+) -> None:
+    trained = Trained(change=careless)
+    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue.arm()
+    found = trained.train(rescue.run, steps=1)
+    assert rescue.counts.repeated == 1
+    assert "may have written" in rescue.counts.reasons[0]
+    assert same(found, Trained(change=careless).train(plainly, steps=1))
+    rescue.remove()
+
+
+def test_where_no_step_can_be_repeated_a_spoilt_one_is_an_error(careless: Callable[[Tensor], Tensor]) -> None:
+    trained = Trained(change=careless)
+    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue.arm()
+    with pytest.raises(RescueError, match="may have written"), rescue.watching():
+        trained.step()
+    rescue.remove()
+
+
+def test_the_optimizer_alone_is_watched_where_nothing_is_armed() -> None:
+    trained = Trained()
+    expected = trained.train(plainly)
+    trained = Trained()
+    rescue = Rescue(trained.model, [trained.optimizer])
+    for _ in range(2):
+        rescue.run(trained.step)
+    faults.disarm()
+    step = trained.optimizer.step
+    parameters = sum(one.nbytes for one in trained.model.parameters())
+
+    def with_less(*args: Any) -> Any:
+        faults.shrink_capacity(1, parameters)
+        return step(*args)
+
+    trained.optimizer.step = with_less  # type: ignore[method-assign]
+    found = trained.train(rescue.run, steps=1)
+    faults.disarm()
+    assert same(found[1:], expected[3:])
+    assert rescue.counts.repeated == 0
+    assert rescue.counts.paged_bytes > parameters
+    rescue.remove()
+
+
+def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
+    trained = Trained()
+    expected = trained.train(plainly)
+    trained = Trained()
+    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue.arm()
+    for _ in range(2):
+        rescue.run(trained.step)
+    trained.optimizer.zero_grad()
+    room = sum(one.nbytes for one in trained.model.parameters()) // 2
+    faults.shrink_capacity(1, room)  # less than what is there for good
+    loss = rescue.run(trained.step)
+    assert rescue.pager.away
+    faults.disarm()
+    found = [one.detach().cpu() for one in trained.model.parameters()]
+    assert same([loss.cpu(), *found], expected[2:])
+    assert rescue.settle()
+    assert not rescue.pager.away
+    rescue.remove()
+
+
+def test_removing_it_leaves_the_model_and_the_optimizer_as_they_were() -> None:
+    trained, resize = Trained(), torch.UntypedStorage.resize_
+    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue.arm()
+    rescue.run(trained.step)
+    rescue.remove()
+    assert not trained.optimizer._optimizer_step_pre_hooks
+    assert not trained.optimizer._optimizer_step_post_hooks
+    assert not any(module._forward_pre_hooks for module in trained.model.modules())
+    assert torch.UntypedStorage.resize_ is resize
+
+
+@pytest.fixture(scope="module")
+def llama_like() -> Subject:
+    return single("reference", "mixed")
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_allocations_of_every_phase_may_fail_under_a_policy(llama_like: Subject, armed: bool) -> None:
+    marks = llama_like.allocations(armed)
+    for number in range(3, marks["optimizer"], 97):
+        outcome = llama_like.disturbed(armed, number, llama_like.activations // 4, phase_of(number, marks))
+        assert outcome.exact, outcome
+        assert outcome.line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
+def test_a_failure_on_one_rank_is_its_own_matter(ranks: Ranks, layout: str) -> None:
+    outcomes = ranks.run(on_ranks, layout, 1, 40, 300, 0.25, 3)
+    assert all(outcome.exact for seen in outcomes for outcome in seen)
+    assert all(outcome.line == 2 for outcome in outcomes[1])
+    assert all(outcome.line == 0 for outcome in outcomes[0])
+    assert tide.races() == []

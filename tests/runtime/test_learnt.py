@@ -1,0 +1,25 @@
+"""What one Handle has learnt, the next need not learn."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import LayerPolicy, Pattern, Policy, Recompute, Rule
+
+POLICY = Policy((LayerPolicy(rules=(Rule(Pattern("1"), Recompute()),)),) * 3)
+
+
+def test_a_policy_that_follows_another_is_at_work_in_its_first_step() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3)))
+
+    def recomputed(before: lowtide.Handle | None) -> tuple[lowtide.Handle, int]:
+        handle = lowtide.apply(model, POLICY, learnt=before.kinds if before is not None else None)
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        handle.remove()
+        return handle, sum(one.recomputes for one in handle.receipt().operators)
+
+    first, without = recomputed(None)
+    _, with_it = recomputed(first)
+    assert (without, with_it) == (2, 3)  # a layer that is being learnt keeps everything

@@ -1,0 +1,59 @@
+"""A step that is broken off anywhere and run again is as if it had run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from layout_cases import SHARD, data
+from ranks import Ranks
+from train import broken_steps
+
+pytestmark = pytest.mark.xdist_group("layouts")
+
+SHARES = [0.0, 0.1, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97, 1.0]
+"""Where a step is broken off: in forward, in backward, in the norm, in the update."""
+SCALE = {
+    "runner_wrapper.scale_sense": {
+        "type": "DynamicLossScaleUpdateCell",
+        "loss_scale_value": 1024.0,
+        "scale_factor": 2.0,
+        "scale_window": 2,
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    """One process, as a group."""
+    alone = Ranks(1)
+    yield alone
+    alone.stop()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Two processes."""
+    pair = Ranks(2)
+    yield pair
+    pair.stop()
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_a_step_that_is_run_again_changes_nothing_twice(one: Ranks, model: str) -> None:
+    settings = {**data(1, 1), **SCALE, "runner_config.gradient_accumulation_steps": 2}
+    ((told, bits, broken),) = one.run(broken_steps.same, model, settings, SHARES)
+    assert told
+    assert bits
+    assert broken == 2 * len(SHARES)
+
+
+@pytest.mark.parametrize("sharing", [{}, SHARD], ids=["copies", "shards"])
+def test_ranks_that_break_a_step_off_together_run_it_again_together(two: Ranks, sharing: dict[str, Any]) -> None:
+    settings = {**data(2, 1), **sharing}
+    for told, bits, broken in two.run(broken_steps.same, "llama", settings, [0.2, 0.5, 0.7, 0.95]):
+        assert told
+        assert bits
+        assert broken == 8
