@@ -106,7 +106,9 @@ class Phases:
     def _attend(self, occasion: Occasion) -> None:
         if occasion == "kernel":
             self._kernel(in_backward=current_backward() != -1)
-        elif self.now in ("forward", "between"):
+            return
+        self._not_optimizing()
+        if self.now in ("forward", "between"):
             self._backward_begins()
         elif occasion == "gradient":
             self._ask_for_end()

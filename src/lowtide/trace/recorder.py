@@ -314,7 +314,7 @@ class Recorder(TorchDispatchMode):
         given, made = tensors_of((args, kwargs)), tensors_of(result)
         changed = tensors_of(written_arguments(func, args, kwargs))
         before = {storage_key(tensor) for tensor in given}
-        for tensor in given:
+        for tensor in given if self.place[0] != "optimizer" else ():
             self._was_there(tensor)
         reads = tuple(dict.fromkeys(number for number in map(self.number, given) if number >= 0))
         if not any(map(self._is_here, [*given, *made])):
