@@ -50,12 +50,13 @@ __all__ = [
 PEER = "pip install --no-deps trl"
 
 
-def applied(policy: LayerPolicy) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
-    """lowtide, with one Policy for all layers."""
+def applied(policy: LayerPolicy | Policy) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
+    """lowtide, with a Policy, or with one for each layer."""
 
     @contextmanager
     def attach(model: nn.Module) -> Iterator[Attached]:
-        handle = lowtide.apply(model, Policy((policy,) * len(find_layers(model).modules)))
+        each = (policy,) * len(find_layers(model).modules) if isinstance(policy, LayerPolicy) else ()
+        handle = lowtide.apply(model, policy if isinstance(policy, Policy) else Policy(each))
         try:
             yield Attached(handle)
         finally:

@@ -30,7 +30,7 @@ from lowtide.models.shape import DecoderShape, LatentShape
 from lowtide.policy import Decision, Keep, LayerPolicy, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.trace.capture import capture
-from lowtide.trace.trace import Kernel, Part, Trace
+from lowtide.trace.trace import Trace
 from parity_cases import random_policy
 
 __all__ = [
@@ -38,12 +38,10 @@ __all__ = [
     "MODELS",
     "Measured",
     "Subject",
-    "kernels_of",
     "measure_on_cpu",
     "measure_stage",
     "policies_for",
     "use_machine",
-    "without_times",
 ]
 
 Setting: TypeAlias = Literal["fp32", "bf16"]
@@ -159,7 +157,7 @@ class Subject:
 
     @property
     def given(self) -> int:
-        """The bytes of the batch, which is the caller's and not in the Trace."""
+        """The bytes of a micro batch."""
         return (self.tokens.nbytes + 511) // 512 * 512
 
     def step(self, micro_batches: int) -> None:
@@ -248,28 +246,6 @@ def measure_stage(name: str, schedule: str, micro_batches: int, policies: list[s
         del stage, runner, step
         gc.collect()
     return found
-
-
-def without_times(trace: Trace) -> Trace:
-    """The Trace as one that was made without a device: nobody has measured its kernels."""
-
-    def untimed(part: Part) -> Part:
-        return replace(part, kernels=tuple(kernel._replace(seconds=None) for kernel in part.kernels))
-
-    return replace(
-        trace,
-        parts=tuple(map(untimed, trace.parts)),
-        before=untimed(trace.before),
-        after=untimed(trace.after),
-        measured=False,
-    )
-
-
-def kernels_of(trace: Trace) -> Iterator[Kernel]:
-    """All kernels of a Trace."""
-    for part in (*trace.parts, trace.before, trace.after):
-        yield from part.kernels
-    yield Kernel("aten::add_", touched=1)
 
 
 def policies_for(trace: Trace, seed: int, count: int, *, swap: bool = True) -> dict[str, Policy]:

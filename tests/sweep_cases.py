@@ -20,17 +20,29 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import tide
-from lowtide._torch_private import inner_tensor
+from lowtide._torch_private import inner_tensor, scoped_library
 from lowtide.adapt.rescue import Rescue
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
+from numerics.layouts import sequence_parallel_model
 from numerics.model import build as small_llama
 from numerics.model import loss_of, tokens_of
 from parity_models import VOCABULARY, build
 from tide import faults
 
-__all__ = ["LAYOUTS", "MODELS", "PHASES", "POLICIES", "Outcome", "Subject", "on_ranks", "phase_of", "single"]
+__all__ = [
+    "LAYOUTS",
+    "MODELS",
+    "PHASES",
+    "POLICIES",
+    "Outcome",
+    "Subject",
+    "on_ranks",
+    "phase_of",
+    "single",
+    "spoilt_on",
+]
 
 MODELS = ("reference", "reference_moe")
 """Like Llama, and with experts; both with dropout."""
@@ -266,7 +278,28 @@ def pipelined() -> Subject:
     return Subject(model, step, optimizer, Rescue(model, [optimizer], layers="layers"))
 
 
-LAYOUTS: dict[str, Callable[[], Subject]] = {"fsdp2": sharded, "pp2": pipelined}
+def tensor_parallel() -> Subject:
+    """A model whose matrices are split over the ranks, all of which have the same tokens."""
+    model = small_llama(4).to("tide")
+    mesh = init_device_mesh("tide", (dist.get_world_size(),))
+    sequence_parallel_model(model, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
+    tokens = tokens_of(0).to("tide")
+
+    def step(subject: Subject) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model(tokens), tokens)
+        subject.mark("forward")
+        loss.backward()
+        subject.mark("backward")
+        optimizer.step()
+        subject.mark("optimizer")
+        return loss.detach()
+
+    return Subject(model, step, optimizer, Rescue(model, [optimizer], layers="layers"))
+
+
+LAYOUTS: dict[str, Callable[[], Subject]] = {"fsdp2": sharded, "pp2": pipelined, "tp2": tensor_parallel}
 
 
 def on_ranks(layout: str, failing: int, offset: int, stride: int, share: float, most: int = 1 << 30) -> list[Outcome]:
@@ -285,6 +318,33 @@ def on_ranks(layout: str, failing: int, offset: int, stride: int, share: float, 
             raise RuntimeError(str(outcomes[-1]))
     subject.rescue.remove()
     return outcomes
+
+
+def spoilt_on(failing: int) -> tuple[int, list[str]]:
+    """A step in which an operator of one rank writes, and fails then: how often it was begun anew, and what differs."""
+    subject = sharded()
+    subject.rescue.arm()
+    with scoped_library("sweep", "FRAGMENT") as library:
+        library.define("careless(Tensor(a!) x) -> ()")
+        library.impl("careless", _write_and_allocate, "PrivateUse1")
+
+        def step() -> Tensor:
+            if not subject.rescue.counts.repeated:
+                if dist.get_rank() == failing:
+                    faults.fail_allocation(1)
+                torch.ops.sweep.careless(torch.ones(4, device="tide") if dist.get_rank() != failing else spare)
+            return subject._step(subject)
+
+        spare = torch.ones(4, device="tide")
+        subject._begin(armed=True)
+        loss = subject.rescue.run(step)
+    subject.optimizer.zero_grad()
+    return subject.rescue.counts.repeated, subject.end.differ(subject._values(loss))
+
+
+def _write_and_allocate(x: Tensor) -> None:
+    x.mul_(2)
+    torch.empty(4, device=x.device)
 
 
 def phase_of(number: int, marks: dict[str, int]) -> str:

@@ -11,6 +11,7 @@ import lowtide
 from lowtide.cli.main import app
 
 NAMES = [
+    "Adaptive",
     "Catalogue",
     "CheckpointError",
     "CommRule",
@@ -34,6 +35,7 @@ NAMES = [
     "RebuildError",
     "Receipt",
     "Recompute",
+    "RescueError",
     "Resolution",
     "Rule",
     "RunDirectoryError",
@@ -45,6 +47,7 @@ NAMES = [
     "UnmatchedError",
     "Verification",
     "VerificationError",
+    "adapt",
     "apply",
     "chunked_cross_entropy",
     "load_policy",

@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowtide.adapt.call import adapt
+    from lowtide.adapt.session import Adaptive
     from lowtide.config.check import load_policy
     from lowtide.errors import (
         CheckpointError,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         PlanError,
         PolicyError,
         RebuildError,
+        RescueError,
         RunDirectoryError,
         SwapError,
         TraceError,
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Adaptive",
     "Catalogue",
     "CheckpointError",
     "CommRule",
@@ -78,6 +82,7 @@ __all__ = [
     "RebuildError",
     "Receipt",
     "Recompute",
+    "RescueError",
     "Resolution",
     "Rule",
     "RunDirectoryError",
@@ -89,6 +94,7 @@ __all__ = [
     "UnmatchedError",
     "Verification",
     "VerificationError",
+    "adapt",
     "apply",
     "chunked_cross_entropy",
     "load_policy",
@@ -99,12 +105,14 @@ __all__ = [
 
 
 _MODULES = {
+    "Adaptive": "lowtide.adapt.session",
     "Handle": "lowtide.runtime.apply",
     "Limits": "lowtide.runtime.limits",
     "Plan": "lowtide.plan.plan",
     "Receipt": "lowtide.runtime.receipt",
     "Trace": "lowtide.trace.trace",
     "Verification": "lowtide.runtime.verify",
+    "adapt": "lowtide.adapt.call",
     "apply": "lowtide.runtime.apply",
     "chunked_cross_entropy": "lowtide.models.chunked_loss",
     "load_policy": "lowtide.config.check",

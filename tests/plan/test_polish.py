@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from lowtide import LayerPolicy, Policy, Recompute
+from lowtide import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.models.shape import DecoderShape
@@ -76,11 +77,34 @@ def test_what_does_not_fit_is_left_as_it_is() -> None:
 
 
 def test_the_cheapest_operators_that_fit_are_the_fewest(budget: int) -> None:
-    policy = polisher(budget).cheapest_first()
-    if policy is None:
-        assert budget < judge(everywhere(LayerPolicy())).reserved
-    else:
-        assert judge(policy).reserved <= budget
+    polishing = polisher(budget)
+    policy = polishing.cheapest_first()
+    assert policy is not None
+    assert judge(policy).reserved <= budget < judge(everywhere(LayerPolicy())).reserved
+    recomputed = {(layer, rule.pattern.text) for layer, one in enumerate(policy.layers) for rule in one.rules}
+    dear = {
+        again: [one.dear for key, one in polishing.places.items() if (key in recomputed) == again]
+        for again in (True, False)
+    }
+    assert max(dear[True]) <= min(dear[False], default=float("inf"))
+    least = max(recomputed, key=lambda key: (polishing.places[key].dear, *key))
+    rules = tuple(rule for rule in policy.layers[least[0]].rules if rule.pattern.text != least[1])
+    fewer = replace(
+        policy,
+        layers=tuple(
+            replace(one, rules=rules) if layer == least[0] else one for layer, one in enumerate(policy.layers)
+        ),
+    )
+    assert judge(fewer).reserved > budget
+
+
+def test_what_did_not_fit_does_so_with_more_that_is_recomputed(budget: int) -> None:
+    (name,) = {one.name for one in traced_llama().parts[0].operators if one.name.endswith("feed_forward.mul")}
+    swapped = everywhere(LayerPolicy(rules=(Rule(Pattern(name), Swap(20)),)))
+    policy = polisher(budget).cheapest_first(swapped)
+    assert policy is not None
+    assert judge(policy).reserved <= budget
+    assert all(Rule(Pattern(name), Swap(20)) in layer.rules for layer in policy.layers)
 
 
 def test_a_budget_for_everything_recomputes_nothing() -> None:

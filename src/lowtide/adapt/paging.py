@@ -13,6 +13,7 @@ is not torch's reads them without asking.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -42,8 +43,10 @@ class _Paged(NamedTuple):
 class Pager:
     """What of the optimizers is on the host."""
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], smallest: int) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], smallest: int, lock: threading.RLock) -> None:
         self.optimizers = tuple(optimizers)
+        self.lock = lock
+        """The book's own: either may have to make room in the other."""
         self.smallest = smallest
         self.away: dict[int, _Paged] = {}
         """By storage."""
@@ -56,34 +59,36 @@ class Pager:
     def page_out(self, wanted: float, touched: set[int]) -> int:
         """Send storages other than those ``touched`` to the host until so many bytes are free; how many are."""
         freed = 0
-        for tensor in self._movable():
-            if freed >= wanted:
-                break
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in touched or key in self.away or size < self.smallest or not storage.resizable():
-                continue
-            if not freed:
-                torch.accelerator.synchronize()
-            self.away[key] = _Paged(storage, tensor.device, bytes_of(storage, tensor.device).cpu())
-            _resize(storage, 0)
-            freed += size
-        self.paged_bytes += freed
+        with self.lock:
+            for tensor in self._movable():
+                if freed >= wanted:
+                    break
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key in touched or key in self.away or size < self.smallest or not storage.resizable():
+                    continue
+                if not freed:
+                    torch.accelerator.synchronize()
+                self.away[key] = _Paged(storage, tensor.device, bytes_of(storage, tensor.device).cpu())
+                _resize(storage, 0)
+                freed += size
+            self.paged_bytes += freed
         return freed
 
     def page_in(self, touched: set[int], make_room: Callable[[float, set[int]], int]) -> None:
         """Bring back what is about to be read. Where there is no room for it, others leave."""
-        for key in touched & self.away.keys():
-            paged = self.away[key]
-            while True:
-                try:
-                    _resize(paged.storage, paged.host.nbytes)
-                    break
-                except torch.OutOfMemoryError:
-                    if not make_room(paged.host.nbytes, touched):
-                        raise
-            del self.away[key]  # before the copy, which the mode may see
-            bytes_of(paged.storage, paged.device).copy_(paged.host)
+        with self.lock:
+            for key in touched & self.away.keys():
+                paged = self.away[key]
+                while True:
+                    try:
+                        _resize(paged.storage, paged.host.nbytes)
+                        break
+                    except torch.OutOfMemoryError:
+                        if not make_room(paged.host.nbytes, touched):
+                            raise
+                del self.away[key]  # before the copy, which the mode may see
+                bytes_of(paged.storage, paged.device).copy_(paged.host)
 
     def page_in_all(self) -> bool:
         """Bring back everything for which there is room; whether that is everything."""

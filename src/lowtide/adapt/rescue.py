@@ -74,7 +74,8 @@ class Rescue:
         self.watermark: int | None = None
         """Bytes allocated on the device above which the oldest leave when a layer begins; None: no such limit."""
         self.armed = False
-        self.book, self.pager = Book(smallest), Pager(optimizers, smallest)
+        self.book = Book(smallest)
+        self.pager = Pager(optimizers, smallest, self.book.lock)
         self._retry = Retry(self, multiple)
         self._entered = False
         """Whether the mode is on."""
@@ -114,19 +115,16 @@ class Rescue:
                     changed = beginning.changed(compared=self._changing is None)
                     self._changing = (self._changing or frozenset()) | changed
                     return result
-                except Repeat as request:
-                    why = str(request)
-                except torch.OutOfMemoryError as error:
-                    why = f"{format_bytes(missing_bytes(error))} were missing"
-                    if self.ranks > 1:
-                        raise RescueError(
-                            f"{why} on this rank, and a rank cannot repeat a step alone; "
-                            + (
-                                "nothing was left to send to the host: give the device less to do"
-                                if self.armed
-                                else "call arm() on all ranks before the step"
-                            )
-                        ) from error
+                except (Repeat, RuntimeError) as error:
+                    cause = _want_of_memory(error)
+                    if cause is None:
+                        raise
+                    why = str(cause)
+                    if not isinstance(cause, Repeat):
+                        why = f"{format_bytes(missing_bytes(cause))} were missing"
+                        if self.ranks > 1:
+                            raise RescueError(self._alone(why)) from error
+                    del cause  # it holds what the step had made
                 self._prepare_to_repeat(beginning, why)
         finally:
             self._ceiling = None
@@ -135,6 +133,12 @@ class Rescue:
             f" {format_bytes(torch.accelerator.memory_allocated())} allocated between steps; recompute or swap more, or"
             " make the batch smaller"
         )
+
+    def _alone(self, why: str) -> str:
+        """What to say where one of several ranks cannot go on."""
+        if self.armed:
+            return f"{why} on this rank, nothing was left to send to the host, and a rank cannot repeat a step alone"
+        return f"{why} on this rank, and a rank cannot repeat a step alone; call arm() on all ranks before the step"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -157,7 +161,8 @@ class Rescue:
                 applied.manager.keep = self.book.keep
         try:
             yield
-            self._agree()
+            if not self._agreed:  # no optimizer has stepped
+                self._agree()
         finally:
             for applied in self._applied:
                 applied.manager.keep = None
@@ -251,8 +256,8 @@ class Rescue:
             self.settle()
 
     def _agree(self) -> None:
-        """Begin the step anew if it is spoilt on any rank. Once in a step, at the same place on all ranks."""
-        if self.ranks == 1 or not self.armed or self._agreed:
+        """Begin the step anew if it is spoilt on any rank. All ranks come here at the same place."""
+        if self.ranks == 1 or not self.armed:
             return
         self._agreed = True
         spoilt = torch.tensor(int(self._spoilt))
@@ -282,3 +287,10 @@ class Rescue:
         self.counts.sent_bytes += self.book.sent_bytes
         self.counts.paged_bytes += self.pager.paged_bytes
         self.book.sent_bytes = self.pager.paged_bytes = 0
+
+
+def _want_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error, or the one that it came from, that is about memory; others wrap it, such as a pipeline's stage."""
+    while error is not None and not isinstance(error, (Repeat, torch.OutOfMemoryError)):
+        error = error.__cause__
+    return error

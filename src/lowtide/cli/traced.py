@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowtide.errors import LowtideError, ModelError, TraceError
+from lowtide.errors import LowtideError, ModelError
 
 if TYPE_CHECKING:
     from lowtide.plan.pipeline import Pipeline, ScheduleName
@@ -56,7 +55,9 @@ def trace_of(source: str, layout: Layout, progress: Callable[[str], None] = lamb
     path = Path(source)
     policy: Policy | None = None
     if path.suffix == ".json" and path.is_file():
-        trace = _read_trace(path)
+        from lowtide.trace.trace import Trace
+
+        trace = Trace.load(path)
     elif path.suffix in (".yaml", ".yml"):
         return _from_file(source, layout, progress)
     elif ":" in source or path.is_dir():
@@ -67,18 +68,6 @@ def trace_of(source: str, layout: Layout, progress: Callable[[str], None] = lamb
         len(trace.layers), layout.pipeline or 1, layout.chunks or 1, layout.micro_batches or 1, layout.schedule
     )
     return Traced(trace, pipeline, policy)
-
-
-def _read_trace(path: Path) -> Trace:
-    from lowtide.trace.trace import Trace
-
-    try:
-        found = json.loads(path.read_text()).keys()
-    except (OSError, ValueError, AttributeError):
-        found = ()
-    if "lowtide_trace" not in found:
-        raise TraceError(f"{path} is no Trace: it has no lowtide_trace; a Trace is what --trace-out writes")
-    return Trace.load(path)
 
 
 def _from_shape(source: str, layout: Layout, progress: Callable[[str], None]) -> Trace:

@@ -86,4 +86,7 @@ class Device:
             raise PlanError(f"{file}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise PlanError(f"{file} is not a device: {error}") from None
-        return Device.from_json(value)
+        try:
+            return Device.from_json(value)
+        except PlanError as error:
+            raise PlanError(f"{file}: {error}") from None

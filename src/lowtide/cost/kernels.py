@@ -1,4 +1,4 @@
-"""The kernel table: floating-point operations of kernels, and where other devices save other bytes than a CPU.
+"""The kernel table: floating-point operations of kernels, and which devices have the same ones.
 
 A trace is made with fake tensors on the CPU. Their shapes are right; which kernel a device would choose is not always,
 and neither are the FLOPs that torch's own registry has for it: it lacks the CPU's flash attention and the grouped
@@ -16,12 +16,10 @@ __all__ = [
     "MATMUL",
     "AttentionArguments",
     "Family",
-    "SavedTensor",
     "attention_arguments",
     "family_of",
     "kernel_flops",
     "kind_of",
-    "saved_instead",
 ]
 
 Family: TypeAlias = Literal["cpu", "cuda", "rocm", "npu", "hpu", "other"]
@@ -186,16 +184,7 @@ MATMUL = frozenset(_COUNTS) - ATTENTION
 """Kinds whose time is that of matrix products."""
 
 
-# What other devices save.
-
-
-class SavedTensor(NamedTuple):
-    """A tensor that a device's kernel saves beside its inputs and its output."""
-
-    name: str
-    size: int
-    """Its bytes."""
-
+# Devices.
 
 _FAMILIES: dict[str, Family] = {
     "a100": "cuda", "h100": "cuda", "h200": "cuda", "b200": "cuda", "cuda": "cuda", "mi300x": "rocm", "rocm": "rocm",
@@ -210,64 +199,3 @@ def family_of(device: str) -> Family:
     ('cuda', 'npu', 'other')
     """
     return _FAMILIES.get(device, "other")
-
-
-def saved_instead(family: Family, kind: str, args: Arguments) -> tuple[SavedTensor, ...] | None:
-    """What the family's kernel saves in place of what the CPU's saves, inputs and output aside; None if the same.
-
-    For attention these are the sums of each row and the state of the random numbers; for the fused norm the scale of
-    each row, where the CPU has no fused kernel and saves the normalised input too. The grouped product saves its
-    inputs on every device.
-    """
-    saved = _SAVED.get((family, kind_of(kind)))
-    return saved(args) if saved is not None else None
-
-
-def _rows(args: Arguments) -> int:
-    return prod(map(int, args[0].shape[:-1]))
-
-
-def _flash(args: Arguments) -> tuple[SavedTensor, ...]:
-    """A float32 a row, not padded, seed and offset, as torch's own flash kernel returns them; not run on a device."""
-    return (SavedTensor("logsumexp", 4 * _rows(args)), SavedTensor("rng_state", 16), SavedTensor("unused", 8))
-
-
-def _ascend(args: Arguments) -> tuple[SavedTensor, ...]:
-    """Maximum and sum of each row, each eight times, as ``npu_fusion_attention`` is documented; not run on a device."""
-    return (SavedTensor("softmax_max", 32 * _rows(args)), SavedTensor("softmax_sum", 32 * _rows(args)))
-
-
-def _gaudi(args: Arguments) -> tuple[SavedTensor, ...]:
-    """An assumption: maximum and sum of each row, and a seed."""
-    return (
-        SavedTensor("softmax_max", 4 * _rows(args)),
-        SavedTensor("softmax_sum", 4 * _rows(args)),
-        SavedTensor("seed", 4),
-    )
-
-
-def _row_sums(args: Arguments) -> tuple[SavedTensor, ...]:
-    """A float32 a row."""
-    return (SavedTensor("logsumexp", 4 * _rows(args)),)
-
-
-def _row_scales(args: Arguments) -> tuple[SavedTensor, ...]:
-    """A float32 for each row, given input and normalised shape. For Gaudi an assumption."""
-    shape = args[0].shape
-    inner = len(args[1])
-    return (SavedTensor("rstd", 4 * prod(map(int, shape[: len(shape) - inner]))),)
-
-
-_CPU_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_SAVED: dict[tuple[Family, str], Callable[[Arguments], tuple[SavedTensor, ...]]] = {
-    ("cuda", _CPU_FLASH): _flash,
-    ("rocm", _CPU_FLASH): _flash,
-    ("npu", _CPU_FLASH): _ascend,
-    ("hpu", _CPU_FLASH): _gaudi,
-    ("other", _CPU_FLASH): _row_sums,
-    **{
-        (family, kind): _row_scales
-        for family in ("cuda", "rocm", "npu", "hpu", "other")
-        for kind in ("aten::rms_norm", "aten::_fused_rms_norm")
-    },
-}

@@ -291,7 +291,9 @@ class Trace:
     def from_json(value: Mapping[str, Any]) -> Trace:
         """The reverse of :meth:`as_json`; TraceError where it is something else."""
         if not isinstance(value, Mapping) or value.get("lowtide_trace") != FORMAT:
-            raise TraceError(f'not a Trace: expected an object with "lowtide_trace": {FORMAT}')
+            raise TraceError(
+                f'not a Trace: expected an object with "lowtide_trace": {FORMAT}, as --trace-out writes it'
+            )
         try:
             return Trace(
                 model=value["model"],
