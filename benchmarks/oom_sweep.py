@@ -8,7 +8,7 @@ allocated less x, for the rest of the step: forward, backward and optimizer. Whe
 is lifted. A Llama-like and a MoE-like model, both with dropout; no Policy, full recompute, and a mixed one that swaps
 and recomputes single operators; the rescue armed, and disarmed. x is 1/64, 1/16, 1/8 and 1/4 of the activations' peak.
 Each k is tried in each of these at least once, with one x after another; with two ranks (FSDP2, and a pipeline of two
-with 1F1B), where the memory of one of them shrinks and both are armed, every STRIDE-th.
+with 1F1B, and split matrices), where the memory of one of them shrinks and both are armed, every 83rd for each x.
 
 Compared are the loss, parameters, optimizer states and generators; races and leaks are counted. ``hung`` counts ranks
 that gave no answer, ``died`` steps that ended in an error. ``host_us_armed``: what the armed rescue costs for each
@@ -42,7 +42,7 @@ from ranks import Ranks
 from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, Subject, on_ranks, phase_of, single
 
 SHARES = (1 / 4, 1 / 64, 1 / 8, 1 / 16)
-STRIDE, QUICK_STRIDE, QUICK_RANKS_STRIDE = 41, 97, 400
+STRIDE, QUICK_STRIDE, QUICK_RANKS_STRIDE = 83, 97, 400
 console = Console(stderr=True, width=140)
 
 
@@ -72,6 +72,7 @@ def in_one_process(stride: int) -> dict[str, list[Outcome]]:
                 if outcome.died:  # what it left is no start for another
                     subject.rescue.remove()
                     subject = single(model, policy)
+            console.print(f"{key}: {counts_of(found[key])}", highlight=False)
         subject.rescue.remove()
         gc.unfreeze()
         del subject
@@ -97,6 +98,7 @@ def on_two_ranks(stride: int) -> tuple[dict[str, list[Outcome]], int]:
                 found[key].append(Outcome(key, "forward", died=text))
                 continue
             found[key] += answers[failing]
+            console.print(f"{key}, x {share:.3f}: {counts_of(answers[failing])}", highlight=False)
             found[key] += [one for one in answers[1 - failing] if not one.exact]  # the other must not be touched
     ranks.stop()
     return found, hung
@@ -200,6 +202,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK_STRIDE}-th allocation")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="in one process, every N-th allocation")
+    parser.add_argument("--ranks-stride", type=int, default=STRIDE, metavar="N", help="on two ranks, every N-th")
     parser.add_argument("--without-ranks", action="store_true", help="one process only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -209,7 +212,7 @@ def main() -> int:
     found = in_one_process(QUICK_STRIDE if arguments.quick else arguments.stride)
     hung = 0
     if not arguments.without_ranks:
-        together, hung = on_two_ranks(QUICK_RANKS_STRIDE if arguments.quick else STRIDE)
+        together, hung = on_two_ranks(QUICK_RANKS_STRIDE if arguments.quick else arguments.ranks_stride)
         found |= together
     console.print(table_of(found))
     everything = counts_of([one for outcomes in found.values() for one in outcomes])

@@ -10,13 +10,14 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowtide.adapt.counts import Counts
 from lowtide.adapt.handles import Book
 from lowtide.runtime.saved import unpack
 
 
 @pytest.fixture
 def book() -> Iterator[Book]:
-    book = Book(1024)
+    book = Book(1024, Counts())
     with saved_tensors_hooks(book.keep, unpack):
         yield book
 

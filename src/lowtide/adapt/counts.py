@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Counts"]
 
@@ -39,7 +39,6 @@ class Counts:
 
     def taken(self) -> Counts:
         """What was counted so far; counting begins anew."""
-        taken = Counts(**{one.name: getattr(self, one.name) for one in fields(self)})
-        for one in fields(Counts()):
-            setattr(self, one.name, getattr(Counts(), one.name))
+        taken = replace(self)
+        vars(self).update(vars(Counts()))
         return taken

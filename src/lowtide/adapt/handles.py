@@ -35,6 +35,7 @@ from lowtide._torch_private import (
     unseen_by_modes,
     without_graph,
 )
+from lowtide.adapt.counts import Counts
 from lowtide.operators.kept import kept_apart
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
@@ -45,14 +46,14 @@ __all__ = ["Book", "Handle", "bytes_of"]
 class Book:
     """Everything that is saved for backward and could leave."""
 
-    def __init__(self, smallest: int) -> None:
-        self.smallest = smallest
+    def __init__(self, smallest: int, counts: Counts) -> None:
+        self.counts, self.smallest = counts, smallest
         """Bytes; a smaller storage stays."""
         self.static: frozenset[int] = frozenset()
         """The storages of parameters and buffers, which stay."""
         self.lock = threading.RLock()
         self.here: dict[int, weakref.ReferenceType[_Stored]] = {}
-        self.sent_bytes = self.count = 0
+        self.count = 0
 
     def keep(self, tensor: Tensor) -> Saved:
         """What autograd holds in place of ``tensor``."""
@@ -97,15 +98,8 @@ class Book:
                     torch.accelerator.synchronize()
                     waited = True
                 freed += stored.leave()
-            self.sent_bytes += freed
+            self.counts.sent_bytes += freed
         return freed
-
-    @property
-    def bytes_here(self) -> int:
-        """How many bytes the handles hold on the device."""
-        with self.lock:
-            known = [stored for reference in list(self.here.values()) if (stored := reference()) is not None]
-            return sum(stored.nbytes for stored in known)
 
     def _arrived(self, stored: _Stored, key: int) -> None:
         stored.key = key

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch_private import inner_tensor, storage_key
+from lowtide.adapt.counts import Counts
 from lowtide.adapt.handles import bytes_of
 from lowtide.operators.calls import tensors_of
 
@@ -43,8 +44,10 @@ class _Paged(NamedTuple):
 class Pager:
     """What of the optimizers is on the host."""
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], smallest: int, lock: threading.RLock) -> None:
-        self.optimizers = tuple(optimizers)
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer], smallest: int, lock: threading.RLock, counts: Counts
+    ) -> None:
+        self.optimizers, self.counts = tuple(optimizers), counts
         self.lock = lock
         """The book's own: either may have to make room in the other."""
         self.smallest = smallest
@@ -54,7 +57,6 @@ class Pager:
         """The optimizer whose step runs."""
         self.made: list[weakref.ReferenceType[Tensor]] = []
         """What it made on its way."""
-        self.paged_bytes = 0
 
     def page_out(self, wanted: float, touched: set[int]) -> int:
         """Send storages other than those ``touched`` to the host until so many bytes are free; how many are."""
@@ -72,7 +74,7 @@ class Pager:
                 self.away[key] = _Paged(storage, tensor.device, bytes_of(storage, tensor.device).cpu())
                 _resize(storage, 0)
                 freed += size
-            self.paged_bytes += freed
+            self.counts.paged_bytes += freed
         return freed
 
     def page_in(self, touched: set[int], make_room: Callable[[float, set[int]], int]) -> None:

@@ -74,8 +74,8 @@ class Rescue:
         self.watermark: int | None = None
         """Bytes allocated on the device above which the oldest leave when a layer begins; None: no such limit."""
         self.armed = False
-        self.book = Book(smallest)
-        self.pager = Pager(optimizers, smallest, self.book.lock)
+        self.book = Book(smallest, self.counts)
+        self.pager = Pager(optimizers, smallest, self.book.lock, self.counts)
         self._retry = Retry(self, multiple)
         self._entered = False
         """Whether the mode is on."""
@@ -157,7 +157,7 @@ class Rescue:
             self.book.static = frozenset(storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()])
             self._enter()
             push_saved_tensors_hooks(self.book.keep, unpack)
-            for applied in self._applied:
+            for applied in self._applied:  # its hooks are the inner ones
                 applied.manager.keep = self.book.keep
         try:
             yield
@@ -171,15 +171,17 @@ class Rescue:
             self._inside, self.pager.stepping = False, None
             self.pager.made.clear()
             self.settle()
-            self._collect_counts()
 
     def follow(self, applied: Applied) -> None:
-        """What a Policy keeps can leave as well, from the next step on."""
+        """What a Policy keeps can leave as well."""
         self._applied.append(applied)
+        if self._inside and self.armed:
+            applied.manager.keep = self.book.keep
 
     def unfollow(self, applied: Applied) -> None:
         """The Policy is no longer at work."""
         self._applied.remove(applied)
+        applied.manager.keep = None
 
     def arm(self) -> None:
         """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
@@ -282,11 +284,6 @@ class Rescue:
         if not self._entered:
             self._entered = True
             self._retry.__enter__()
-
-    def _collect_counts(self) -> None:
-        self.counts.sent_bytes += self.book.sent_bytes
-        self.counts.paged_bytes += self.pager.paged_bytes
-        self.book.sent_bytes = self.pager.paged_bytes = 0
 
 
 def _want_of_memory(error: BaseException | None) -> BaseException | None:
