@@ -24,6 +24,8 @@ class Counts:
     """Bytes of saved tensors that were sent to the host."""
     paged_bytes: int = 0
     """Bytes of parameters, gradients and optimizer states that were sent to the host."""
+    missing: int = 0
+    """The most bytes that an allocation lacked."""
     reasons: list[str] = field(default_factory=list)
     """What happened, one short line each, oldest first."""
 
@@ -31,6 +33,10 @@ class Counts:
     def any(self) -> bool:
         """Whether the rescue did anything."""
         return bool(self.watermark or self.retried or self.repeated)
+
+    def lack(self, missing: int) -> None:
+        """An allocation lacked so many bytes."""
+        self.missing = max(self.missing, missing)
 
     def note(self, reason: str) -> None:
         """Remember why something was done."""

@@ -121,7 +121,9 @@ class Rescue:
                         raise
                     why = str(cause)
                     if not isinstance(cause, Repeat):
-                        why = f"{format_bytes(missing_bytes(cause))} were missing"
+                        missing = missing_bytes(cause)
+                        self.counts.lack(missing)
+                        why = f"{format_bytes(missing)} were missing"
                         if self.ranks > 1:
                             raise RescueError(self._alone(why)) from error
                     del cause  # it holds what the step had made

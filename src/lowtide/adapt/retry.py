@@ -172,6 +172,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         freed, times, collected = 0, 1.0, False
         while failure is not None:
             missing = missing_bytes(failure)
+            defence.counts.lack(missing)
             room = defence.make_room(missing * self.multiple * times, touched)
             freed += room
             times *= 2  # more may be missing than the operator asked for

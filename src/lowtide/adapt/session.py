@@ -57,7 +57,7 @@ FIRST_MEASURED = 2
 """The first step makes the optimizer's states, and is not like the others."""
 SAVE_EVERY = 50
 """Steps between two savings of the record."""
-SETTLING = 2
+SETTLING = 1
 """Steps after a plan in which gradients still lie where other steps had room for them: what is missing then will not be
 missing later."""
 LEAST_LOST = 4 << 20
@@ -264,7 +264,7 @@ class Adaptive:
         counts = self.rescue.counts.taken()
         if counts.any:
             if self.plans and self.number > self.planned_at + SETTLING:
-                self.lost += max(counts.sent_bytes + counts.paged_bytes, LEAST_LOST)
+                self.lost += max(counts.missing, LEAST_LOST)
             elif self.rescue_can_repeat:
                 self.rescue.disarm()
             self._say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
@@ -379,8 +379,8 @@ class Adaptive:
         elif self.unlike >= PATIENT:
             reason = f"{format_bytes(peak)} reserved where {format_bytes(planned)} were planned"
             self.lost = max(self.lost, peak - planned)
-        # The first time at once, for it was the plan that was wrong; later ones as often as was asked for.
-        wait = self.settings.replan_every if self.replans else SETTLING + 1
+        # At once at first, when it is the plan that was wrong; then less and less often, down to what was asked for.
+        wait = min(self.settings.replan_every, (SETTLING + 1) << self.replans)
         due = self.number - self.planned_at >= wait
         if not self.ranks.all.alone:
             # Ranks ask each other now and then, not in every step: all of them in the same.
@@ -421,7 +421,7 @@ class Adaptive:
             return
         save_plan(decided.plan, self.directory / "plan.json")
         (self.directory / "policy.json").write_text(decided.policy.to_json())
-        if decided.plan.yaml:
+        if decided.plan.yaml and decided.policy == decided.plan.policy:
             (self.directory / "policy.yaml").write_text(decided.plan.yaml)
         self._save()
 
