@@ -9,8 +9,8 @@ raises ``OutOfMemoryError`` nothing that it made is left, and it can be run agai
   repeated as it is. One that changes its target may have changed a part of it. In a single process the step is begun
   anew at once. With others the operator is repeated all the same, so that this rank goes on in step with them, the step
   counts as spoilt, and all begin it anew together before the optimizer uses what came out of it;
-- it is no collective: the others may have taken part already. What most give back is allocated before, by whoever calls
-  them; for those that allocate it themselves there is a look, just before, whether there is room.
+- it is no collective: the others may have taken part already. What it fills is allocated before, by whoever calls it.
+  The functional ones allocate what they give back themselves, before anything is sent: these are repeated.
 
 FSDP makes room for gathered parameters by resizing storages, which is no kernel: that is watched where it is called.
 
@@ -31,7 +31,6 @@ from lowtide.adapt.counts import Counts
 from lowtide.adapt.paging import Pager, touched_by
 from lowtide.adapt.randomness import Generators
 from lowtide.errors import UnitError
-from lowtide.operators.calls import tensors_of
 from lowtide.units import format_bytes, parse_bytes
 
 __all__ = ["Defence", "Retry", "missing_bytes"]
@@ -59,7 +58,7 @@ class _Nature(NamedTuple):
     random: bool
     """Whether it may draw random numbers."""
     collective: bool
-    """Whether other ranks take part."""
+    """Whether other ranks may have taken part when it fails."""
     writes: bool
     """Whether it writes into an argument."""
     overwrites: bool
@@ -142,8 +141,6 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if pager.away:
                 pager.page_in(call.touched(), self.defence.make_room)
-            if call.nature.collective:
-                self._reserve(call)
             begun = True
             call.result = call.func(*call.args, **call.kwargs)
         except torch.OutOfMemoryError as error:
@@ -155,16 +152,6 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if begun and call.nature.writes and _reads_its_target(call):
             self.defence.spoil(str(call.func))
         return failure
-
-    def _reserve(self, call: _Call) -> None:
-        """See that there is room for what a collective will give: once it has begun, it cannot be repeated."""
-        if call.nature.writes or call.func.namespace != "_c10d_functional" or "wait" in call.func._schema.name:
-            return  # it writes where room was made before
-        given = tensors_of(call.args)
-        times = next((value for value in call.args if type(value) is int), 1) if "gather" in str(call.func) else 1
-        for device in {tensor.device for tensor in given}:
-            size = sum(tensor.nbytes for tensor in given if tensor.device == device) * times
-            torch.empty(size, dtype=torch.uint8, device=device)
 
     def _again(self, call: _Call, generators: Generators | None, failure: torch.OutOfMemoryError | None) -> None:
         """Make room and run an operator again, until it succeeds or there is no more room to be made."""
@@ -271,7 +258,7 @@ def _nature(func: Any) -> _Nature:
     written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     nature = _Nature(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
-        collective=space in _COLLECTIVES,
+        collective=space in _COLLECTIVES and (space != "_c10d_functional" or bool(written)),
         writes=bool(written) or name in _WRITING_UNSAID,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
