@@ -100,6 +100,18 @@ class Pager:
             return False
         return True
 
+    def compact(self) -> None:
+        """Lay optimizer states and gradients side by side, between two steps.
+
+        They were made when a step had left its activations' segments with holes, and keep those segments for good. A
+        plan counts them as if they had been there first.
+        """
+        counted = self.counts.paged_bytes
+        self.page_out(float("inf"), set())
+        torch.accelerator.empty_cache()
+        self.page_in_all()
+        self.counts.paged_bytes = counted
+
     def note(self, result: Any) -> None:
         """The optimizer that steps has made something."""
         self.made += [weakref.ref(tensor) for tensor in tensors_of(result)]

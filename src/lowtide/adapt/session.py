@@ -299,7 +299,7 @@ class Adaptive:
     def _decide(self, bucket: int) -> Decided:
         """Make a plan of what was measured, on the first rank, for all of them."""
         self._use(None)
-        self.clock.empty_cache()  # segments of the steps before have other sizes
+        self._compact_once()
         trace = self.lengths.trace(bucket)
         assert trace is not None
         capacity = self.clock.capacity()
@@ -342,6 +342,19 @@ class Adaptive:
     def plan(self) -> Plan | None:
         """The last plan that was made."""
         return next(reversed(self.plans.values())).plan if self.plans else None
+
+    def _compact_once(self) -> None:
+        """Begin the next step with memory as a plan has it: when its first forward begins, old gradients are gone."""
+        if self.rescue is None or self.clock.device.type == "cpu":
+            self.clock.empty_cache()  # segments of the steps before have other sizes
+            return
+        pager = self.rescue.pager
+
+        def compact(*_: Any) -> None:
+            hook.remove()
+            pager.compact()
+
+        hook = self.parts[0].register_forward_pre_hook(compact)
 
     def _use(self, policy: Policy | None) -> None:
         """Put a Policy to work in place of the one that is, or none."""
