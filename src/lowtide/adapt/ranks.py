@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from lowtide.adapt.decide import Decided
-from lowtide.adapt.merge import joined
+from lowtide.adapt.merge import joined, slowest
 from lowtide.errors import PolicyError
 from lowtide.plan.pipeline import Pipeline
 from lowtide.runtime.agreement import Agreement
@@ -20,7 +20,10 @@ PATIENCE = timedelta(minutes=30)
 
 
 class Ranks:
-    """All ranks, and those of each pipeline stage. What is agreed on costs the same however many there are."""
+    """All ranks, and those of each pipeline stage.
+
+    To agree costs the same however many there are, but where ranks of a stage did not do the same.
+    """
 
     def __init__(self, stage: int = 0) -> None:
         self.all = Agreement(PATIENCE)
@@ -57,10 +60,8 @@ class Ranks:
         plain = trace.without_seconds().digest
         if stage.all(plain == stage.from_first(plain)):
             return _with_seconds(trace, stage.largest([kernel.seconds or 0.0 for kernel in kernels_of(trace)]))
-        # Experts are not loaded alike: whoever holds most speaks for the stage.
-        held = stage.of_every_rank(sum(value.size for part in trace.parts for value in part.values))
-        value = stage.from_rank(trace.as_json(), stage.ranks[held.index(max(held))])
-        return Trace.from_json(value)
+        # Experts are not loaded alike: of each tensor the largest counts.
+        return slowest([Trace.from_json(stage.from_rank(trace.as_json(), rank)) for rank in stage.ranks])
 
     def smallest(self, number: int) -> int:
         """Of all ranks."""
