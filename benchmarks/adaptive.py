@@ -11,6 +11,7 @@ activations' peak. The run is told nothing: ``lowtide.adapt(model, optimizer)`` 
   gain, the ceiling being a device on which everything can be kept.
 - ``worst_steps_to_final``: the step after which the Policy did not change any more.
 - ``not_bitwise``: steps whose loss is not that of an undisturbed run on a large device, of all capacities.
+
 Static is what stays allocated between steps and the gradients; the activations' peak is what a step that keeps
 everything reserves above that.
 """

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import lowtide
 import tide
@@ -180,4 +179,4 @@ def test_a_layer_count_that_does_not_fit_is_refused() -> None:
     from lowtide.plan.pipeline import even_pipeline
 
     with pytest.raises(lowtide.PolicyError, match="places"):
-        Adaptive([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))], pipeline=even_pipeline(4, stages=2))
+        Adaptive([tiny("llama")], pipeline=even_pipeline(4, stages=2))
