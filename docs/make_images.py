@@ -13,6 +13,7 @@ from lowtide.operators.names import layer_operators
 from lowtide.report.terminal import print_check, print_problems
 
 HERE = Path(__file__).parent
+IMAGES = HERE / "images"
 EXAMPLES = HERE.parent / "examples"
 BROKEN = (EXAMPLES / "llama_48_layers.yaml").read_text(encoding="utf-8")
 BROKEN = BROKEN.replace("pipeline_stage: 5", "pipeline_stage: 4").replace("select_comm_rec", "select_com_rec")
@@ -21,7 +22,7 @@ BROKEN = BROKEN.replace(r"feed_forward\.w1\.activation", r"feed_forward\.w1\.(ac
 
 def console(width: int) -> Console:
     return Console(
-        record=True, width=width, file=(HERE / "images" / "last.log").open("w"), force_terminal=True, highlight=False,
+        record=True, width=width, file=(IMAGES / "last.log").open("w"), force_terminal=True, highlight=False,
         markup=False, emoji=False,
     )  # fmt: skip
 
@@ -30,7 +31,7 @@ def save(terminal: Console, name: str, title: str) -> None:
     svg = terminal.export_svg(title=title)
     # Plain monospace: a picture in a README must not ask another host for a font.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code, monospace", "monospace")
-    (HERE / "images" / f"{name}.svg").write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
+    (IMAGES / f"{name}.svg").write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def main() -> None:
     terminal.print(Text("$ lowtide check train.yaml", style="bold"))
     print_problems(check_text(BROKEN, layer_operators, name="train.yaml"), terminal)
     save(terminal, "error", "lowtide check")
-    (HERE / "images" / "last.log").unlink()
+    (IMAGES / "last.log").unlink()
 
 
 if __name__ == "__main__":

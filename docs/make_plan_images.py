@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from make_images import console, save
+from make_images import IMAGES, console, save
 from rich.text import Text
 
 from lowtide.cli.traced import Layout, trace_of
@@ -20,7 +20,6 @@ from lowtide.plan.plan import Plan
 from lowtide.report.page import write_page
 from lowtide.report.plan import print_explanation
 
-IMAGES = Path(__file__).parent / "images"
 COMMAND = "llama3-70b --tp 8 --pp 4 --micro-batches 16 --seq 8192"
 GAP = 16
 LAYOUT = Layout(tensor=8, pipeline=4, micro_batches=16, sequence=8192)

@@ -388,7 +388,7 @@ class Adaptive:
         self.unlike = self.unlike + 1 if over else 0
         reason = ""
         if rescued:
-            reason = f"memory was missing {rescued} times"
+            reason = "memory was missing"
         elif self.unlike >= PATIENT:
             reason = f"{format_bytes(peak)} reserved where {format_bytes(planned)} were planned"
             self.lost = max(self.lost, peak - planned)
