@@ -1,7 +1,7 @@
 """Record a run that would have died, for docs/adapt.md: ``python docs/make_adapt_images.py``.
 
 On the virtual accelerator; needs Chromium and the extra ``report``, and takes about a minute. The run is real: first
-without lowtide, until it runs out of memory, then with it, on the same device. Some of its memory goes away in the middle
+without lowtide, until it runs out of memory, then with it, on the same device. Some memory goes away in the middle
 of one step.
 """
 

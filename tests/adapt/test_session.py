@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,10 @@ PLENTY = 1 << 30
 class Training:
     """A tiny model of transformers and its optimizer, the same from the same start every time."""
 
-    def __init__(self, name: str = "llama", layers: int = 3) -> None:
+    def __init__(self, name: str = "llama", layers: int = 3, **sizes: int) -> None:
         tide.reset()
         tide.configure(preset="h100", capacity=PLENTY)
-        self.model = tiny(name, layers=layers, **SIZES).to("tide")
+        self.model = tiny(name, layers=layers, **{**SIZES, **sizes}).to("tide")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.tokens = torch.randint(3, 200, (8, 128), generator=torch.Generator().manual_seed(0))
 
@@ -132,6 +133,29 @@ def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:
     assert run.policy.layers == (LayerPolicy(Recompute()),) * 3
     assert "nothing fits the device size" in said[0]
     run.remove()
+
+
+@pytest.mark.slow
+def test_a_device_that_is_too_small_is_told_what_would_do_and_that_does() -> None:
+    def trained(capacity: int) -> Adaptive:
+        gc.collect()
+        training = Training(layers=4, hidden_size=256, intermediate_size=896, vocab_size=2000)
+        tide.configure(capacity=capacity)
+        run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False)
+        try:
+            for _ in range(8):
+                run.step(training.step)
+        finally:
+            run.remove()
+        return run
+
+    with pytest.raises(lowtide.PlanError, match="nothing fits") as raised:
+        trained(98 << 20)
+    told = re.search(r"\((\d+) bytes\) works", str(raised.value))
+    assert told is not None
+    run = trained(int(told[1]))
+    assert run.plan is not None
+    assert run.plan.feasible
 
 
 def test_what_was_measured_and_planned_is_saved(tmp_path: Path) -> None:

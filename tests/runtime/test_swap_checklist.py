@@ -106,7 +106,9 @@ def test_every_copy_back_waits_for_its_copy_out(slow_link: None, manager: SwapMa
 
 def test_a_copy_back_waits_for_compute_before_it_writes(slow_link: None) -> None:
     """Its memory comes from the compute stream's pool, where kernels may still be using it."""
-    held = torch.accelerator.memory_allocated()  # what other tests of this process still hold
+    gc.collect()
+    torch.accelerator.empty_cache()
+    held = torch.accelerator.memory_reserved()  # what other tests of this process still hold, in whole segments
     tide.configure(flops_fp32=10**8, memory_bandwidth=10**7, capacity=held + (2 << 20))
     expected = train(gated, None)
     assert same(expected.values, train(gated, swap(prefetch=3)).values)

@@ -81,10 +81,11 @@ def decide(situation: Situation, settings: AdaptSettings, progress: Callable[[st
         reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
         return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
     if room is not None and plan.least > room:
+        enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
         raise PlanError(
             f"the device gives this process {format_bytes(situation.capacity or 0)} and nothing fits: even the Policy"
             f" that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; a capacity"
-            f" of {format_bytes(plan.least + margin)} ({plan.least + margin} bytes) works. {plan.notes[0]}"
+            f" of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
         )
     reason = (
         f"nothing fits the device size of {format_bytes(budget)}, the least is {format_bytes(plan.least)}: every layer"
