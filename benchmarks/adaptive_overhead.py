@@ -2,9 +2,9 @@
 
     python benchmarks/adaptive_overhead.py --json
 
-A Llama on the CPU, where time is the host's own. The run adapts itself to a budget, with the settings that all runs
-have; then its steps and those of a model to which its Policy was applied by hand take turns, in random order, and each
-step's CPU time is compared with the other's of the same round.
+A Llama on the virtual accelerator, whose kernels run on the CPU: CPU time is Python's, dispatch's and theirs. The run
+adapts itself to a budget, with the settings that all runs have; then its steps and those of a model to which its Policy
+was applied by hand take turns, in random order; each step's CPU time is compared with the other's of the same round.
 
 - ``overhead``: the median ratio after the switch, where a single process is disarmed and only the optimizer is watched.
 - ``overhead_armed``: the same with the rescue armed, as it is on several ranks and around a loop of one's own.
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lowtide
+import tide
 from lowtide.trace.trace import kernels_of
 from models import Shape, llama
 
@@ -42,10 +43,9 @@ class Training:
     """A model, its optimizer and a batch."""
 
     def __init__(self, shape: Shape) -> None:
-        self.model = llama(shape)
-        # As on an accelerator, where it is the default.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
-        self.tokens = torch.randint(3, shape.vocabulary, (2, shape.sequence))
+        self.model = llama(shape).to("tide")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.tokens = torch.randint(3, shape.vocabulary, (2, shape.sequence)).to("tide")
 
     def step(self) -> float:
         """A whole step, and its loss."""
@@ -65,6 +65,7 @@ def main() -> int:
     torch.set_num_threads(1)
     console, begin = Console(stderr=True, width=120), time.perf_counter()
     shape = SMALL if arguments.small else LARGE
+    tide.configure(preset="h100", capacity=8 << 30)
 
     adapted = [Training(shape), Training(shape)]
     plain = [Training(shape), Training(shape)]

@@ -142,7 +142,7 @@ class Adaptive:
             for part, chunk in zip(self.parts, self.chunks, strict=True)
         ]
         self.rescue: Rescue | None = None
-        if self.settings.rescue:
+        if self.settings.rescue and self.clock.device.type != "cpu":
             self.rescue = Rescue(
                 self.parts[0] if len(self.parts) == 1 else nn.ModuleList(self.parts),
                 self.optimizers,
@@ -345,7 +345,7 @@ class Adaptive:
 
     def _compact_once(self) -> None:
         """Begin the next step with memory as a plan has it: when its first forward begins, old gradients are gone."""
-        if self.rescue is None or self.clock.device.type == "cpu":
+        if self.rescue is None:
             self.clock.empty_cache()  # segments of the steps before have other sizes
             return
         pager = self.rescue.pager
