@@ -62,11 +62,18 @@ def safe_policy(layers: int, fixed: Policy | None = None) -> Policy:
     return replace(fixed, layers=tuple(again if one == LayerPolicy() else one for one in fixed.layers))
 
 
-def decide(situation: Situation, settings: AdaptSettings, progress: Callable[[str], None] = lambda _: None) -> Decided:
+def decide(
+    situation: Situation,
+    settings: AdaptSettings,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    must_fit: bool = True,
+) -> Decided:
     """The fastest Policy within the budget.
 
     A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. If
-    nothing fits the device itself, PlanError says how much would be enough.
+    nothing fits the device itself, PlanError says how much would be enough; where ``must_fit`` is False the safe Policy
+    is given, for the rescue to try.
     """
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
@@ -80,7 +87,7 @@ def decide(situation: Situation, settings: AdaptSettings, progress: Callable[[st
     if plan.feasible:
         reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
         return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
-    if room is not None and plan.least > room:
+    if must_fit and room is not None and plan.least > room:
         enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
         raise PlanError(
             f"the device gives this process {format_bytes(situation.capacity or 0)} and nothing fits: even the Policy"

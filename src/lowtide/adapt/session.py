@@ -316,7 +316,8 @@ class Adaptive:
         failed: str | None = None
         if self.ranks.first:
             try:
-                decided = decide(situation, self.settings)
+                # One batch that is too long for the device is no reason to stop while the rescue may bring it through.
+                decided = decide(situation, self.settings, must_fit=not bucket or self.rescue is None)
             except PlanError as error:
                 failed = str(error)
         if (failed := self.ranks.all.from_first(failed)) is not None:
