@@ -44,7 +44,8 @@ class AdaptSettings:
     error: float = 0.05
     """How far a step's memory or time may be from what was planned, as a share, before a new plan is made."""
     replan_every: int = 20
-    """Steps between two plans, at least."""
+    """Steps between two plans. The first new plans may come sooner: a plan that was wrong is replaced after two steps,
+    and each time after twice as many, until it is this."""
     verbose: bool = True
     """Whether what is decided is printed."""
 
