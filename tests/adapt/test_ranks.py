@@ -8,8 +8,9 @@ import pytest
 
 from lowtide import LayerPolicy, Policy, PolicyError, Recompute
 from lowtide.adapt.decide import Decided
-from lowtide.adapt.ranks import Ranks
+from lowtide.adapt.ranks import Ranks, _with_seconds
 from lowtide.plan.make import make_plan
+from lowtide.trace.trace import kernels_of
 from traced_cases import DEVICE, hand_made_trace
 
 
@@ -23,3 +24,16 @@ def test_a_policy_that_is_not_what_its_digest_says_is_refused() -> None:
     vars(other.policy)["digest"] = policy.digest  # as if it had changed on its way
     with pytest.raises(PolicyError, match="do not have the same Policy"):
         ranks.decided(other)
+
+
+def test_each_kernel_gets_its_own_time_and_what_was_not_timed_gets_none() -> None:
+    trace = hand_made_trace(2)
+    first = trace.parts[0]
+    untimed = replace(
+        trace, parts=(replace(first, kernels=(first.kernels[0]._replace(seconds=None), *first.kernels[1:])),)
+    )
+    count = len(kernels_of(untimed))
+    changed = kernels_of(_with_seconds(untimed, [float(place) for place in range(count)]))
+    expected = [None if one.seconds is None else float(place) for place, one in enumerate(kernels_of(untimed))]
+    assert [one.seconds for one in changed] == expected
+    assert expected.count(None) == 1

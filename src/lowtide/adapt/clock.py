@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from lowtide.adapt.machine import available_capacity
+from lowtide.cost.stopwatch import moment, seconds_between
 
 __all__ = ["Clock"]
 
@@ -20,18 +20,13 @@ class Clock:
 
     def now(self) -> Any:
         """This moment, when all that was issued before it has run."""
-        if self.device.type == "cpu":
-            return perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self.device))
-        return event
+        return moment(self.device)
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Between two moments; waits for the second."""
-        if isinstance(begin, float):
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+        if not isinstance(end, float):
+            end.synchronize()
+        return seconds_between(begin, end)
 
     def reset_peak(self) -> None:
         """Forget the peak of the device's memory."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lowtide.cost.calibrate import device_name, unknown_device
+from lowtide.cost.calibrate import device_name, measured_device
 from lowtide.cost.device import Device
 from lowtide.cost.fit import Sample, fit
 from lowtide.cost.kernel import is_free
@@ -38,24 +39,11 @@ def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Devic
         for one in kernels
         if one.seconds is not None and not one.ranks and not is_free(one.kind)
     ]
-    found = fit(samples, links.kernel_latency)
-    base = like or unknown_device(device)
-    return Device(
-        name=device_name(device),
+    return replace(
+        measured_device(device, links, fit(samples, links.kernel_latency), like),
         capacity=available_capacity(device),
-        flops=found.flops if found and found.flops else base.flops,
-        memory_bandwidth=found.memory_bandwidth if found else base.memory_bandwidth,
-        link_out=links.rate_out,
-        link_in=links.rate_in,
-        interconnect=base.interconnect,
-        network=base.network,
-        launch=links.launch,
-        kernel_latency=links.kernel_latency,
-        copy_latency=links.copy_latency,
-        collective_latency=base.collective_latency,
         devices_per_node=_ranks_here(),
         host_memory=available_host_memory(),
-        efficiency={"collective": base.efficiency.get("collective", 1.0), **(found.efficiency if found else {})},
         notes=(f"measured on {device_name(device)} during a run, {len(samples)} kernels",),
     )
 

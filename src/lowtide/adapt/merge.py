@@ -81,18 +81,7 @@ def _whole_optimizer(stages: Sequence[Trace]) -> Part:
     total = sum(_parameters(stage) for stage in stages)
     most = max(stages, key=_parameters)
     times = total / _parameters(most) if _parameters(most) else 1.0
-    part = most.optimizer
-    return replace(
-        part,
-        values=tuple(value._replace(size=round(value.size * times)) for value in part.values),
-        kernels=tuple(
-            kernel._replace(
-                touched=round(kernel.touched * times),
-                seconds=kernel.seconds * times if kernel.seconds is not None else None,
-            )
-            for kernel in part.kernels
-        ),
-    )
+    return most.optimizer.scaled(times)
 
 
 def _largest(parts: Sequence[Part]) -> Part:

@@ -88,15 +88,12 @@ class Ranks:
 
 
 def _with_seconds(trace: Trace, seconds: Sequence[float]) -> Trace:
-    """The same with other times; in the order of :func:`~lowtide.trace.trace.kernels_of`."""
+    """The same with other times, in the order of :func:`~lowtide.trace.trace.kernels_of`; untimed stays untimed."""
     rest = iter(seconds)
 
     def timed(part: Part) -> Part:
-        kernels = tuple(
-            kernel._replace(seconds=next(rest)) if kernel.seconds is not None else (next(rest), kernel)[1]
-            for kernel in part.kernels
-        )
-        return replace(part, kernels=kernels)
+        pairs = zip(part.kernels, rest, strict=False)  # each part takes as many as it has
+        kernels = (one if one.seconds is None else one._replace(seconds=slow) for one, slow in pairs)
+        return replace(part, kernels=tuple(kernels))
 
-    before, parts = timed(trace.before), tuple(map(timed, trace.parts))
-    return replace(trace, before=before, parts=parts, after=timed(trace.after), optimizer=timed(trace.optimizer))
+    return trace.changed(timed)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from lowtide.cost.device import Device
-from lowtide.cost.fit import Sample, fit
+from lowtide.cost.fit import Fit, Sample, fit
 from lowtide.cost.kernel import KernelWork, fingerprint, is_free, kernel_class
 from lowtide.cost.kernels import kernel_flops
-from lowtide.cost.links import measure_links
+from lowtide.cost.links import Links, measure_links
 from lowtide.cost.rerun import rerun
 from lowtide.cost.shape import ITEM, TensorShape, read_shape
 from lowtide.cost.standard import standard_kernels
 from lowtide.cost.stopwatch import DeviceWatch, HostWatch, settled_seconds, watch_for
 
-__all__ = ["Calibration", "calibrate", "device_name", "measure_more", "unknown_device"]
+__all__ = ["Calibration", "calibrate", "device_name", "measure_more", "measured_device", "unknown_device"]
 
 ROUNDS = 40
 """The most measurements of a kernel."""
@@ -86,10 +86,23 @@ def calibrate(
         samples, failed = _measure([*given.values(), *more], device, watch, seconds, progress)
     found = fit(samples.values(), links.kernel_latency)
     measured = {key: sample.seconds for key, sample in samples.items()}
-    base = like or unknown_device(device)
-    result = Device(
-        name=device_name(device),
+    result = replace(
+        measured_device(device, links, found, like),
         capacity=_capacity(device),
+        devices_per_node=like.devices_per_node if like else max(1, torch.accelerator.device_count()),
+        host_memory=_host_memory(),
+        measured={key: measured[key] for key in given if key in measured},
+        notes=_notes(device, like, len(measured), {key.partition("|")[0] for key in failed if key in given}),
+    )
+    return Calibration(result, len(measured), {key: why for key, why in failed.items() if key in given})
+
+
+def measured_device(device: torch.device, links: Links, found: Fit | None, like: Device | None) -> Device:
+    """What was measured of a device, and what was fitted to its kernels; the rest is ``like``'s, or assumed."""
+    base = like or unknown_device(device)
+    return Device(
+        name=device_name(device),
+        capacity=base.capacity,
         flops=found.flops if found and found.flops else base.flops,
         memory_bandwidth=found.memory_bandwidth if found else base.memory_bandwidth,
         link_out=links.rate_out,
@@ -100,13 +113,8 @@ def calibrate(
         kernel_latency=links.kernel_latency,
         copy_latency=links.copy_latency,
         collective_latency=base.collective_latency,
-        devices_per_node=base.devices_per_node if like else max(1, torch.accelerator.device_count()),
-        host_memory=_host_memory(),
         efficiency={"collective": base.efficiency.get("collective", 1.0), **(found.efficiency if found else {})},
-        measured={key: measured[key] for key in given if key in measured},
-        notes=_notes(device, like, len(measured), {key.partition("|")[0] for key in failed if key in given}),
     )
-    return Calibration(result, len(measured), {key: why for key, why in failed.items() if key in given})
 
 
 def measure_more(

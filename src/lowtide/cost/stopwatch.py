@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["DeviceWatch", "HostWatch", "Watch", "settled_seconds", "watch_for"]
+__all__ = ["DeviceWatch", "HostWatch", "Watch", "moment", "seconds_between", "settled_seconds", "watch_for"]
 
 Call: TypeAlias = Callable[[], Any]
 
@@ -23,6 +23,20 @@ SHORTEST, LONGEST = 1 << 20, 1 << 26
 """Bytes of the copy that kernels wait behind."""
 ALIKE = 1e-4
 """Two rounds that differ by less are of a clock without noise."""
+
+
+def moment(device: torch.device) -> Any:
+    """Now: an event, which the device reaches when all that was issued before has run; on a CPU the clock's time."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Between two moments that the device has reached."""
+    return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
 
 
 class Watch(Protocol):

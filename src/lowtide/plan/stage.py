@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
@@ -343,19 +343,7 @@ def _optimize(player: Player, trace: Trace, static: Sequence[Static]) -> None:
     everything = [trace.before.static, trace.after.static, *(trace.parts[place].static for place in trace.layers)]
     total = sum(sum(one.parameters) for one in everything)
     share = sum(sum(one.parameters) for one in static) / total if total else 1.0
-    part = trace.optimizer
-    if share < 1:
-        part = replace(
-            part,
-            values=tuple(value._replace(size=int(value.size * share)) for value in part.values),
-            kernels=tuple(
-                kernel._replace(
-                    touched=int(kernel.touched * share),
-                    seconds=kernel.seconds * share if kernel.seconds is not None else None,
-                )
-                for kernel in part.kernels
-            ),
-        )
+    part = trace.optimizer.scaled(share) if share < 1 else trace.optimizer
     player.optimize(part, codes_of(part))
 
 

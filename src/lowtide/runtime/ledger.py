@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lowtide.cost.stopwatch import moment, seconds_between
 from lowtide.runtime.host import HostBuffer
 
 __all__ = ["Ledger", "Line"]
@@ -64,13 +65,8 @@ class Ledger:
             found = self.lines[layer, operator] = Line(layer, operator)
         return found
 
-    def begin(self, device: torch.device) -> Any:
-        """Note that something begins on a device."""
-        if device.type == "cpu":
-            return perf_counter()
-        event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        return event
+    begin = staticmethod(moment)
+    """Note that something begins on a device; as it is, since every recomputed operator pays for a call of ours."""
 
     def end(self, line: Line, device: torch.device, begin: Any) -> None:
         """Note that a recomputation has ended."""
@@ -85,7 +81,7 @@ class Ledger:
             line, clock, begin, end = self.timed.popleft()
             begin.synchronize()
             end.synchronize()
-            seconds = max(0.0, begin.elapsed_time(end)) / 1000
+            seconds = max(0.0, seconds_between(begin, end))
             setattr(line, clock, getattr(line, clock) + seconds)
 
     def clear(self) -> None:

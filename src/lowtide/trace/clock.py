@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch_private import DisableTorchFunction
+from lowtide.cost.stopwatch import moment
 from lowtide.operators.calls import tensors_of
 
 __all__ = ["Clock"]
@@ -37,17 +38,11 @@ class Clock:
         stream = torch.accelerator.current_stream(device)
         if stream.query():
             self._occupy(stream)
-        event = torch.Event(device, enable_timing=True)
-        event.record(stream)
-        return event
+        return moment(device)
 
     def end(self, begin: Any) -> Any:
         """It has been issued."""
-        if isinstance(begin, float):
-            return perf_counter()
-        event = torch.Event(begin.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(begin.device))
-        return event
+        return perf_counter() if isinstance(begin, float) else moment(begin.device)
 
     def close(self) -> None:
         """Let go of what was copied."""

@@ -41,6 +41,7 @@ from lowtide._torch_private import (
 )
 from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
+from lowtide.cost.stopwatch import seconds_between
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kept import Held, Hold, kept_apart
 from lowtide.trace.clock import Clock
@@ -88,7 +89,7 @@ class RecordedKernel(NamedTuple):
     def seconds(self) -> float:
         """How long it took; the device must have come to its end."""
         begin, end = self.time or (0.0, 0.0)
-        return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
+        return seconds_between(begin, end)
 
 
 @dataclass(slots=True)

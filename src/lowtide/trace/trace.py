@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -232,6 +232,20 @@ class Part:
         """The same as if nothing had been timed."""
         return replace(self, kernels=tuple(kernel._replace(seconds=None) for kernel in self.kernels))
 
+    def scaled(self, share: float) -> Part:
+        """The same with so much of its bytes and seconds: an optimizer's step for that share of the parameters."""
+        return replace(
+            self,
+            values=tuple(value._replace(size=int(value.size * share)) for value in self.values),
+            kernels=tuple(
+                kernel._replace(
+                    touched=int(kernel.touched * share),
+                    seconds=kernel.seconds * share if kernel.seconds is not None else None,
+                )
+                for kernel in self.kernels
+            ),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -273,14 +287,12 @@ class Trace:
 
     def without_seconds(self) -> Trace:
         """The same as if nothing had been timed: a device's table then says how long a kernel takes."""
-        return replace(
-            self,
-            before=self.before.without_seconds(),
-            parts=tuple(part.without_seconds() for part in self.parts),
-            after=self.after.without_seconds(),
-            optimizer=self.optimizer.without_seconds(),
-            measured=False,
-        )
+        return replace(self.changed(Part.without_seconds), measured=False)
+
+    def changed(self, change: Callable[[Part], Part]) -> Trace:
+        """The same with every part changed, in the order of :func:`kernels_of`."""
+        before, parts = change(self.before), tuple(map(change, self.parts))
+        return replace(self, before=before, parts=parts, after=change(self.after), optimizer=change(self.optimizer))
 
     def as_json(self) -> dict[str, Any]:
         """The Trace as plain JSON values."""
