@@ -45,8 +45,9 @@ class Decided:
     """What is done from now on."""
 
     plan: Plan
-    policy: Policy
-    """The plan's, or the safe one."""
+    policy: Policy | None
+    """The plan's, or the safe one; None where nothing fits and only the rescue may bring a step through: then whatever
+    is saved can leave when it must, which takes less memory than any Policy."""
     budget: int
     margin: int
     """What of the capacity was left free."""
@@ -72,8 +73,8 @@ def decide(
     """The fastest Policy within the budget.
 
     A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. If
-    nothing fits the device itself, PlanError says how much would be enough; where ``must_fit`` is False the safe Policy
-    is given, for the rescue to try.
+    nothing fits the device itself, PlanError says how much would be enough; unless ``must_fit`` is False, and then no
+    Policy is given, for the rescue to try.
     """
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
@@ -87,18 +88,25 @@ def decide(
     if plan.feasible:
         reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
         return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
-    if must_fit and room is not None and plan.least > room:
+    if room is None or plan.least <= room:
+        reason = (
+            f"nothing fits the device size of {format_bytes(budget)}, the least is {format_bytes(plan.least)}: every"
+            " layer is recomputed"
+        )
+        return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
+    least = f"the least is {format_bytes(plan.least)}"
+    if plan.least <= room + situation.lost:
+        reason = f"what was missing leaves {format_bytes(budget)}, {least}: the Policy that takes least"
+        return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
+    if must_fit:
         enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
         raise PlanError(
             f"the device gives this process {format_bytes(situation.capacity or 0)} and nothing fits: even the Policy"
             f" that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; a capacity"
             f" of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
         )
-    reason = (
-        f"nothing fits the device size of {format_bytes(budget)}, the least is {format_bytes(plan.least)}: every layer"
-        " is recomputed"
-    )
-    return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
+    reason = f"{format_bytes(budget)} are too little for any plan, {least}: tensors leave as they must"
+    return Decided(plan=plan, policy=None, budget=budget, margin=margin, reason=reason)
 
 
 def _margin(situation: Situation, safe: Policy) -> int:

@@ -1,21 +1,27 @@
-"""Batches of different lengths: a Trace for one that was not measured, from two that were. No torch here.
+"""Batches of different lengths: a Trace for one that was not measured, from those that were. No torch here.
 
-What a layer saves grows with the length of a batch in a straight line: some of it with every token, some not at all,
-such as gradients of parameters. Two measured lengths show which. Seconds are taken to do the same, which leaves out
-that attention grows faster; the error is small between the two, and what was planned is checked against what happens.
+What a layer saves, and what it computes, is a polynomial of the length of a batch: some of it stays, as gradients of
+parameters do, some grows with every token, and attention with every pair of them. Three measured lengths show all of
+it. Times carry noise, which such a curve would magnify: they lie on the line between their two neighbours.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
+from typing import NamedTuple, TypeVar
 
-from lowtide.trace.trace import Kernel, Part, Trace, Value
+from lowtide.trace.trace import Kernel, Part, Trace
 
 __all__ = ["RATIO", "Lengths", "bucket_of"]
 
 RATIO = 1.25
 """Between the lengths that plans are made for."""
+ENOUGH = 3
+"""Lengths that show a curve."""
+Row = TypeVar("Row")
 
 
 def bucket_of(tokens: int) -> int:
@@ -37,77 +43,116 @@ class Lengths:
         self.traces: dict[int, Trace] = {}
 
     def wanted(self, tokens: int) -> bool:
-        """Whether this length should be measured: it is longer than what is known, or a second one to compare with."""
-        if not self.traces:
+        """Whether this length should be measured: it is longer than any that was, or one more that shows the curve.
+
+        The longest of so many batches is beaten less and less often.
+        """
+        if tokens > max(self.traces, default=0):
             return True
-        shortest, longest = min(self.traces), max(self.traces)
-        return tokens > longest * RATIO or (shortest == longest and not shortest / RATIO < tokens < longest * RATIO)
+        apart = all(not one / RATIO < tokens < one * RATIO for one in self.traces)
+        return len(self.traces) < ENOUGH and apart
 
     def add(self, tokens: int, trace: Trace) -> None:
         """A length was measured."""
         self.traces[tokens] = trace
 
+    def bucket(self, tokens: int) -> int:
+        """The length that a batch of so many tokens is planned as: nothing is planned longer than what was measured."""
+        longest = max(self.traces, default=0)
+        return min(bucket_of(tokens), longest) if tokens <= longest else bucket_of(tokens)
+
     def trace(self, tokens: int) -> Trace | None:
-        """What a batch of so many tokens does; None if nothing is known of one so long."""
+        """What a batch of so many tokens does; None if nothing was measured that is as long."""
         known = sorted(self.traces)
-        if not known or tokens > known[-1] * RATIO:
+        if not known or tokens > known[-1]:
             return None
-        if tokens in self.traces or len(known) == 1:
-            return self.traces[tokens] if tokens in self.traces else self.traces[known[-1]]
-        above = min(max(1, bisect_left(known, tokens)), len(known) - 1)
-        one, other = known[above - 1], known[above]
-        return _between(self.traces[one], self.traces[other], (tokens - one) / (other - one))
+        if tokens in self.traces:
+            return self.traces[tokens]
+        above = max(1, bisect_left(known, tokens))
+        pair = known[above - 1 : above + 1]
+        if len(pair) < 2:
+            return self.traces[known[-1]]
+        third = (*known[above + 1 :], *reversed(known[: above - 1]))[: ENOUGH - 2]
+        curve = sorted((*pair, *third))
+        line = dict(zip(pair, _polynomial(pair, tokens), strict=True))
+        weights = _Weights(_polynomial(curve, tokens), tuple(line.get(one, 0.0) for one in curve))
+        return _mixed([self.traces[one] for one in curve], weights)
 
 
-def _between(one: Trace, other: Trace, share: float) -> Trace:
-    """A Trace on the line through two, ``share`` of the way from the first to the second; the second's if they do not
-    do the same."""
-    pairs = list(zip(one.parts, other.parts, strict=False))
-    ends = [(one.before, other.before), (one.after, other.after), (one.optimizer, other.optimizer)]
-    if one.layers != other.layers or not all(_alike(*pair) for pair in pairs + ends[:2]):
-        return other
-    before, after = (_part_between(*pair, share) for pair in ends[:2])
-    parts = tuple(_part_between(*pair, share) for pair in pairs)
-    batch = {name: round(_line(one.batch.get(name, 0), value, share)) for name, value in other.batch.items()}
-    return replace(other, before=before, after=after, parts=parts, batch=batch)
+class _Weights(NamedTuple):
+    """How much each of some Traces counts."""
+
+    curve: tuple[float, ...]
+    """For what is a polynomial of the length."""
+    line: tuple[float, ...]
+    """For what is measured with noise."""
+
+    def whole(self, numbers: Sequence[float]) -> int:
+        return max(0, self.signed(numbers))
+
+    def signed(self, numbers: Sequence[float]) -> int:
+        return round(sum(weight * number for weight, number in zip(self.curve, numbers, strict=True)))
+
+    def seconds(self, numbers: Sequence[float | None]) -> float | None:
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers):
+            return None
+        return max(0.0, sum(weight * number for weight, number in zip(self.line, known, strict=True)))
 
 
-def _alike(one: Part, other: Part) -> bool:
-    kinds = ([kernel.kind for kernel in part.kernels] for part in (one, other))
-    return len(one.values) == len(other.values) and next(kinds) == next(kinds)
+def _polynomial(known: Sequence[int], tokens: int) -> tuple[float, ...]:
+    """The weights by which values at ``known`` lengths give the value at ``tokens``, on the curve through them all."""
+    return tuple(prod((tokens - other) / (one - other) for other in known if other != one) for one in known)
 
 
-def _part_between(one: Part, other: Part, share: float) -> Part:
-    values = tuple(_value(*pair, share) for pair in zip(one.values, other.values, strict=True))
-    kernels = tuple(_kernel(*pair, share) for pair in zip(one.kernels, other.kernels, strict=True))
-    owned = {name.name: name for name in one.operators}
-    operators = tuple(
-        operator._replace(
-            owned=max(0, round(_line(owned[operator.name].owned, operator.owned, share))),
-            net=round(_line(owned[operator.name].net, operator.net, share)),
-        )
-        if operator.name in owned
-        else operator
-        for operator in other.operators
-    )
-    return replace(other, values=values, kernels=kernels, operators=operators)
-
-
-def _value(one: Value, other: Value, share: float) -> Value:
-    return other._replace(size=max(0, round(_line(one.size, other.size, share))))
-
-
-def _kernel(one: Kernel, other: Kernel, share: float) -> Kernel:
-    seconds = None
-    if one.seconds is not None and other.seconds is not None:
-        seconds = max(0.0, _line(one.seconds, other.seconds, share))
-    return other._replace(
-        flops=max(0, round(_line(one.flops, other.flops, share))),
-        touched=max(0, round(_line(one.touched, other.touched, share))),
-        message=max(0, round(_line(one.message, other.message, share))),
-        seconds=seconds,
+def _mixed(traces: Sequence[Trace], weights: _Weights) -> Trace:
+    """A Trace on the curve through some; the last of them, which is the longest, if they do not do the same."""
+    longest = traces[-1]
+    if len({_outline(one) for one in traces}) > 1:
+        return longest
+    parts = zip(*(one.parts for one in traces), strict=True)
+    batch = {name: weights.whole([one.batch.get(name, 0) for one in traces]) for name in longest.batch}
+    return replace(
+        longest,
+        before=_part([one.before for one in traces], weights),
+        after=_part([one.after for one in traces], weights),
+        parts=tuple(_part(rows, weights) for rows in parts),
+        batch=batch,
     )
 
 
-def _line(one: float, other: float, share: float) -> float:
-    return one + (other - one) * share
+def _outline(trace: Trace) -> tuple[object, ...]:
+    """What is the same in two Traces of the same steps, whatever their lengths."""
+    parts = (trace.before, *trace.parts, trace.after)
+    return trace.layers, *(
+        (len(part.values), *(one.kind for one in part.kernels), *(one.name for one in part.operators)) for part in parts
+    )
+
+
+def _part(parts: Sequence[Part], weights: _Weights) -> Part:
+    return replace(
+        parts[-1],
+        values=_rows([one.values for one in parts], lambda row: row[-1]._replace(size=weights.whole(_of(row, "size")))),
+        kernels=_rows([one.kernels for one in parts], lambda row: _kernel(row, weights)),
+        operators=_rows(
+            [one.operators for one in parts],
+            lambda row: row[-1]._replace(owned=weights.whole(_of(row, "owned")), net=weights.signed(_of(row, "net"))),
+        ),
+    )
+
+
+def _kernel(row: Sequence[Kernel], weights: _Weights) -> Kernel:
+    return row[-1]._replace(
+        flops=weights.whole(_of(row, "flops")),
+        touched=weights.whole(_of(row, "touched")),
+        message=weights.whole(_of(row, "message")),
+        seconds=weights.seconds([one.seconds for one in row]),
+    )
+
+
+def _rows(columns: Sequence[Sequence[Row]], one: Callable[[Sequence[Row]], Row]) -> tuple[Row, ...]:
+    return tuple(one(row) for row in zip(*columns, strict=True))
+
+
+def _of(row: Sequence[object], name: str) -> list[int]:
+    return [getattr(one, name) for one in row]

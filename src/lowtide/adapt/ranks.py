@@ -75,8 +75,9 @@ class Ranks:
         """What the first rank decided, on every rank; each proves that it has the same Policy."""
         decided = self.all.from_first(mine)
         assert decided is not None
-        expected = self.all.from_first(mine.policy.digest if mine is not None else None)
-        found = replace(decided.policy).digest  # of what is here: the one that came along was computed elsewhere
+        expected = self.all.from_first(mine.policy.digest if mine is not None and mine.policy is not None else "")
+        # Of what is here: the digest that came along was computed elsewhere.
+        found = replace(decided.policy).digest if decided.policy is not None else ""
         if not self.all.all(found == expected):
             raise PolicyError(f"the ranks do not have the same Policy: rank {self.all.rank} has {found[:12]}")
         return decided

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +29,7 @@ from torch.optim import Optimizer
 
 from lowtide.adapt.clock import Clock
 from lowtide.adapt.decide import Decided, Situation, decide, safe_policy
-from lowtide.adapt.lengths import Lengths, bucket_of
+from lowtide.adapt.lengths import Lengths
 from lowtide.adapt.machine import link_of
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.adapt.ranks import Ranks
@@ -43,6 +42,7 @@ from lowtide.operators.layers import find_layers
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Plan
 from lowtide.plan.plan_file import save_plan
+from lowtide.plan.simulation import Simulation
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, Structure, apply
 from lowtide.trace.trace import kernels_of
@@ -160,6 +160,8 @@ class Adaptive:
         """Of the step that runs now."""
         self.measured = False
         """Whether it is a measured one."""
+        self.decided: Decided | None = None
+        """What was decided for it; None while the run is measured."""
         self.handles: list[Handle] = []
         self.kinds: list[dict[Structure, LayerKind]] = [{} for _ in self.parts]
         """What is known of the layers of each part."""
@@ -168,7 +170,11 @@ class Adaptive:
         self.number = 0
         """Steps that have ended."""
         self.planned_at = -self.settings.replan_every
-        self.lost = self.safe_peak = self.unlike = self.replans = 0
+        self.lost: dict[int, int] = {}
+        """Bytes that were missing, by the length that was planned."""
+        self.lacking: set[int] = set()
+        """The lengths in whose steps any were since they were planned."""
+        self.safe_peak = self.unlike = self.replans = 0
         self._begin: Any = None
         self._pending: _Ended | None = None
         self._open: ExitStack | None = None
@@ -193,10 +199,22 @@ class Adaptive:
             self._open.close()
             self._open = None
         self._before(tokens or 0)
-        attempt = partial(self._attempt, run)
-        result = self.rescue.run(attempt) if self.rescue is not None else attempt()
+        result = self.rescue.run(self._attempts(run)) if self.rescue is not None else self._attempt(run)
         self._after()
         return result
+
+    def _attempts(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        """The step under its Policy; should it be begun anew, under none: what a layer recomputes could not leave."""
+        begun = False
+
+        def attempt() -> Result:
+            nonlocal begun
+            if begun:
+                self._use(None)
+            begun = True
+            return self._attempt(run)
+
+        return attempt
 
     def _attempt(self, run: Callable[[], Result]) -> Result:
         with self._around():
@@ -216,14 +234,32 @@ class Adaptive:
         for one in self.measuring:
             one.timed = 1 if tokens else TIMED_STEPS  # two batches of one length may never come
         self.measured = self._is_measured()
-        if self.measured:
-            self._use(None)
-        elif self._measuring:
-            self._use(self.safe)
+        self.decided = None if self.measured or self._measuring else self._planned()
+        if self.decided is not None:
+            self._use(self.decided.policy)
         else:
-            self._use(self._decided().policy)
+            self._use(None if self.measured else self.safe)
+        if self.rescue is not None:
+            self._arm(self.rescue)
         self.clock.reset_peak()
         self._begin = self.clock.now()
+
+    def _arm(self, rescue: Rescue) -> None:
+        """Watch every operator where the step could not be repeated, or where memory is known to be short."""
+        plain = self.decided is not None and self.decided.policy is not None and self._bucket not in self.lacking
+        (rescue.disarm if plain and self._can_repeat else rescue.arm)()
+        fits = self.decided is not None and self.decided.plan.feasible
+        rescue.watermark = self.decided.budget if self.decided is not None and fits else None
+
+    @property
+    def _can_repeat(self) -> bool:
+        """Whether this process can repeat a step that failed, so that nothing has to be armed for that."""
+        return self.ranks.all.alone and self._open is None
+
+    @property
+    def _bucket(self) -> int:
+        """The length that this step is planned as; 0 where batches have none."""
+        return self.lengths.bucket(self.tokens) if self.tokens else 0
 
     @property
     def _measuring(self) -> bool:
@@ -239,14 +275,14 @@ class Adaptive:
         self.number += 1
         rescued = self._count_rescues()
         peak = self.clock.peak_reserved()
-        phase: Phase = "measuring" if self.measured or (self.policy == self.safe and not self.plans) else "planned"
+        phase: Phase = "measuring" if self.decided is None else "planned"
         self._pending = _Ended(self.number, self._begin, self.clock.now(), peak, phase, rescued)
         if self.measured:
             self._look()
-        elif phase == "measuring":
+        elif self.decided is None:
             self.safe_peak = max(self.safe_peak, self.clock.peak_allocated()) if self.number > 1 else 0
-        else:
-            self._watch(peak, rescued)
+        elif self.decided.policy is not None:
+            self._watch(self.decided.plan.simulation, peak)
 
     def _settle(self) -> None:
         """Write down the last step, whose end the device has reached by now."""
@@ -263,10 +299,10 @@ class Adaptive:
             return 0
         counts = self.rescue.counts.taken()
         if counts.any:
-            if self.plans and self.number > self.planned_at + SETTLING:
-                self.lost += max(counts.missing, LEAST_LOST)
-            elif self.rescue_can_repeat:
-                self.rescue.disarm()
+            planned = self.decided is not None and self.decided.policy is not None
+            if planned and self.number > self.planned_at + SETTLING:
+                self.lost[self._bucket] = self.lost.get(self._bucket, 0) + max(counts.missing, LEAST_LOST)
+                self.lacking.add(self._bucket)
             self._say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried + counts.repeated + counts.watermark
 
@@ -288,9 +324,9 @@ class Adaptive:
 
     # The plan.
 
-    def _decided(self) -> Decided:
+    def _planned(self) -> Decided:
         """What was decided for batches like this one; decide it, if that is new."""
-        bucket = bucket_of(self.tokens) if self.tokens else 0
+        bucket = self._bucket
         found = self.plans.get(bucket)
         if found is None:
             found = self.plans[bucket] = self._decide(bucket)
@@ -310,7 +346,7 @@ class Adaptive:
             capacity=None if capacity is None else self.ranks.smallest(capacity),
             fixed=self.fixed,
             safe_peak=self.ranks.largest(self.safe_peak) if not bucket else 0,
-            lost=self.ranks.largest(self.lost),
+            lost=self.ranks.largest(self.lost.get(bucket, 0)),
         )
         decided: Decided | None = None
         failed: str | None = None
@@ -323,21 +359,16 @@ class Adaptive:
         if (failed := self.ranks.all.from_first(failed)) is not None:
             raise PlanError(failed)
         agreed = self.ranks.decided(decided)
-        if self.rescue is not None and self.rescue_can_repeat:
-            self.rescue.disarm()  # a step that fails is repeated, armed
         self.planned_at, self.unlike = self.number, 0
+        self.lacking.discard(bucket)
         words = f" for {bucket} tokens" if bucket else ""
-        self._say("switched", f"{agreed.reason}{words}: Policy {agreed.policy.digest[:12]}")
+        policy = f": Policy {agreed.policy.digest[:12]}" if agreed.policy is not None else ""
+        self._say("switched", f"{agreed.reason}{words}{policy}")
         if self.ranks.first:
             if self.report is not None and self.settings.verbose and len(self.plans) < 2:
                 self.report(agreed.plan)
             self._save_plan(agreed)
         return agreed
-
-    @property
-    def rescue_can_repeat(self) -> bool:
-        """Whether this process can repeat a step that failed, so that nothing has to be armed for that."""
-        return self.ranks.all.alone and self._open is None
 
     @property
     def plan(self) -> Plan | None:
@@ -381,31 +412,27 @@ class Adaptive:
 
     # Watching.
 
-    def _watch(self, peak: int, rescued: int) -> None:
+    def _watch(self, simulation: Simulation, peak: int) -> None:
         """Compare a step with its plan; make another where it is not what was planned."""
-        bucket = bucket_of(self.tokens) if self.tokens else 0
-        planned = self.plans[bucket].plan.simulation.reserved if bucket in self.plans else 0
-        over = bool(planned) and peak > planned * (1 + self.settings.error)
-        self.unlike = self.unlike + 1 if over else 0
-        reason = ""
-        if rescued:
-            reason = "memory was missing"
-        elif self.unlike >= PATIENT:
-            reason = f"{format_bytes(peak)} reserved where {format_bytes(planned)} were planned"
-            self.lost = max(self.lost, peak - planned)
+        bucket, planned, words = self._bucket, simulation.reserved, "reserved"
+        if bucket:  # segments that batches of other lengths took stay until the device asks for them back
+            peak, planned, words = self.clock.peak_allocated(), simulation.peak, "allocated"
+        self.unlike = self.unlike + 1 if peak > planned * (1 + self.settings.error) else 0
+        reason = "memory was missing" if bucket in self.lacking else ""
+        if not reason and self.unlike >= PATIENT:
+            reason = f"{format_bytes(peak)} {words} where {format_bytes(planned)} were planned"
+            self.lost[bucket] = max(self.lost.get(bucket, 0), peak - planned)
         # At once at first, when it is the plan that was wrong; then less and less often, down to what was asked for.
         wait = min(self.settings.replan_every, (SETTLING + 1) << self.replans)
-        due = self.number - self.planned_at >= wait
-        if not self.ranks.all.alone:
-            # Ranks ask each other now and then, not in every step: all of them in the same.
-            due = due and self.number % PATIENT == 0
-            wanted = due and self.ranks.all.any_of([bool(reason) or bool(self.lost)])[0]
-        else:
-            wanted = due and bool(reason)
+        wanted = self.number - self.planned_at >= wait
+        if self.ranks.all.alone:
+            wanted = wanted and bool(reason)
+        else:  # ranks ask each other now and then, not in every step: all of them in the same
+            wanted = wanted and self.number % PATIENT == 0 and self.ranks.all.any_of([bool(reason)])[0]
         if wanted:
             self._say("replanned", reason or "another rank asked for it")
             self.replans += 1
-            self.plans.clear()
+            del self.plans[bucket]
 
     # Words.
 
@@ -431,7 +458,7 @@ class Adaptive:
             save_record(self.record, self.directory / RECORD_FILE)
 
     def _save_plan(self, decided: Decided) -> None:
-        if self.directory is None:
+        if self.directory is None or decided.policy is None:
             return
         save_plan(decided.plan, self.directory / "plan.json")
         (self.directory / "policy.json").write_text(decided.policy.to_json())
@@ -467,7 +494,6 @@ class Adaptive:
         self._open = ExitStack()
         self._before(0)
         if self.rescue is not None:
-            self.rescue.arm()  # nobody but the loop itself could repeat a step
             self._open.enter_context(self.rescue.watching())
         self._open.enter_context(self._around())
 
