@@ -1,7 +1,8 @@
 """Hold what autograd saves in the host's memory, copied at once: the least that a step needs of the device.
 
 Slow, and for measuring only: each copy is waited for. One copy serves all tensors that see the same storage, and what
-comes back is seen through the same views. It is exact: bytes leave and the same bytes come back.
+comes back is seen through the same views. It is exact: bytes leave and the same bytes come back. Parameters stay: they
+are on the device in any case.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide._torch_private import (
     DisableTorchFunction,
@@ -35,6 +36,8 @@ class HostCopies:
 
     def hold(self, tensor: Tensor) -> Held:
         """Hold a tensor on the host; what has no storage of its own, or several, stays where it is."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return kept_apart(tensor)
         if tensor.layout is not torch.strided or (taken_apart(tensor) is not None and subclass_wrapper(tensor) is None):
             return kept_apart(tensor)
         with DisableTorchFunction(), torch.no_grad():
@@ -57,7 +60,7 @@ class _HostCopy:
         whole = tensor.as_strided((count,), (1,), 0)
         self.device, self.version = tensor.device, version
         self.origin: StorageWeakRef = weak_storage(tensor)
-        self.host = torch.empty(count, dtype=tensor.dtype).copy_(whole)
+        self.host = _host_memory(count, tensor.dtype, pinned=tensor.device.type != "cpu").copy_(whole)
         self.back: ref[Any] | None = None
 
     def on_device(self) -> Tensor:
@@ -68,6 +71,14 @@ class _HostCopy:
         there = torch.empty_like(self.host, device=self.device).copy_(self.host)
         self.back = ref(there.untyped_storage())
         return there
+
+
+def _host_memory(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Memory of the host; pinned copies are several times as fast, but there may be no more of it."""
+    try:
+        return torch.empty(count, dtype=dtype, pin_memory=pinned)
+    except RuntimeError:
+        return torch.empty(count, dtype=dtype)
 
 
 class _OnHost:

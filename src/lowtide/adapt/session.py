@@ -335,7 +335,8 @@ class Adaptive:
     def _decide(self, bucket: int) -> Decided:
         """Make a plan of what was measured, on the first rank, for all of them."""
         self._use(None)
-        self._compact_once()
+        if not self.plans or bucket in self.lost:
+            self._compact_once()
         trace = self.lengths.trace(bucket)
         assert trace is not None
         capacity = self.clock.capacity()

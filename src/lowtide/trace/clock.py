@@ -1,4 +1,4 @@
-"""When a kernel began and ended, by the device's events; on a CPU by the clock. Nothing is waited for."""
+"""When a kernel began and ended, by the device's events; on a CPU by the clock. Waited for is one copy, at first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from lowtide._torch_private import DisableTorchFunction
-from lowtide.cost.stopwatch import moment
+from lowtide.cost.stopwatch import moment, seconds_between
 from lowtide.operators.calls import tensors_of
 
 __all__ = ["Clock"]
 
-OCCUPYING = 1 << 20
+MOST, LEAST = 1 << 20, 1 << 14
 """Bytes of the copy that an idle device is given to do while a kernel is issued."""
+ISSUING = 200e-6
+"""Seconds that the copy should take: a kernel has been issued by then."""
 
 
 class Clock:
@@ -51,7 +53,18 @@ class Clock:
     def _occupy(self, stream: torch.Stream) -> None:
         with DisableTorchFunction():  # trackers of calls listen
             if stream not in self.fillers:
-                host = torch.zeros(OCCUPYING, dtype=torch.uint8).pin_memory()
-                self.fillers[stream] = host, torch.zeros(OCCUPYING, dtype=torch.uint8, device=stream.device)
+                self.fillers[stream] = _filler(stream.device)
             host, there = self.fillers[stream]
             there.copy_(host, non_blocking=True)
+
+
+def _filler(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What to copy, and where to; a slow link is given less to do."""
+    host = torch.zeros(MOST, dtype=torch.uint8).pin_memory()
+    there = torch.zeros(MOST, dtype=torch.uint8, device=device)
+    begin = moment(device)
+    there.copy_(host, non_blocking=True)
+    end = moment(device)
+    end.synchronize()
+    size = min(MOST, max(LEAST, int(MOST * ISSUING / max(seconds_between(begin, end), 1e-9))))
+    return host[:size], there[:size]
