@@ -15,6 +15,14 @@ settings.load_profile("lowtide")
 
 
 @pytest.fixture(scope="session")
+def one() -> Iterator[Ranks]:
+    """One process as a group, kept for all tests."""
+    alone = Ranks(1)
+    yield alone
+    alone.stop()
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Two processes, kept for all tests."""
     both = Ranks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["LAYOUTS", "MODELS", "ONE", "SHARD", "WHOLE", "Layout", "data", "pipeline"]
+__all__ = ["LAYOUTS", "MODELS", "ONE", "SHARD", "TENSOR", "WHOLE", "Layout", "data", "pipeline"]
 
 SAMPLES = 8
 """Samples of a step, in every layout."""

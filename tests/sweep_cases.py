@@ -199,6 +199,22 @@ class Subject:
         return Values(values)
 
 
+def _step_of(optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> Callable[[Subject], Tensor]:
+    """A step whose phases come one after the other."""
+
+    def step(subject: Subject) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = forward()
+        subject.mark("forward")
+        loss.backward()
+        subject.mark("backward")
+        optimizer.step()
+        subject.mark("optimizer")
+        return loss.detach()
+
+    return step
+
+
 def single(model_name: str, policy: str) -> Subject:
     """A model in one process."""
     model: Any = build(model_name, dropout=True)
@@ -211,16 +227,7 @@ def single(model_name: str, policy: str) -> Subject:
     if layers is not None:
         rescue.follow(apply(model, Policy(layers, origin="solver"), layers="layers", limits=Limits(minimum_bytes=1)))
 
-    def step(subject: Subject) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(tokens)
-        subject.mark("forward")
-        loss.backward()
-        subject.mark("backward")
-        optimizer.step()
-        subject.mark("optimizer")
-        return loss.detach()
-
+    step = _step_of(optimizer, lambda: model(tokens))
     return Subject(model, step, optimizer, rescue)
 
 
@@ -234,16 +241,7 @@ def sharded() -> Subject:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     tokens = tokens_of(dist.get_rank(), batch=1).to("tide")
 
-    def step(subject: Subject) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model(tokens), tokens)
-        subject.mark("forward")
-        loss.backward()
-        subject.mark("backward")
-        optimizer.step()
-        subject.mark("optimizer")
-        return loss.detach()
-
+    step = _step_of(optimizer, lambda: loss_of(model(tokens), tokens))
     return Subject(model, step, optimizer, Rescue(model, [optimizer], layers="layers"))
 
 
@@ -286,16 +284,7 @@ def tensor_parallel() -> Subject:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
     tokens = tokens_of(0).to("tide")
 
-    def step(subject: Subject) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model(tokens), tokens)
-        subject.mark("forward")
-        loss.backward()
-        subject.mark("backward")
-        optimizer.step()
-        subject.mark("optimizer")
-        return loss.detach()
-
+    step = _step_of(optimizer, lambda: loss_of(model(tokens), tokens))
     return Subject(model, step, optimizer, Rescue(model, [optimizer], layers="layers"))
 
 

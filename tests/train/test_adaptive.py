@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from layout_cases import SHARD, data, pipeline
+from layout_cases import SHARD, TENSOR, Layout, data, pipeline
 from ranks import Ranks
 from train import adaptive_runs
 from train.adaptive_runs import Ran
@@ -16,21 +15,32 @@ pytestmark = pytest.mark.xdist_group("layouts")
 
 ADAPT = {"adapt": {"budget": "auto", "profiling_step": 4, "verbosity": "quiet"}}
 STEPS = 8
+LONG = {"model.model_config.seq_length": 256}
+"""So that a plan has something to decide: an allocator's smallest segments hold all of the others."""
+INTERLEAVED = {**pipeline(), "model.model_config.pp_interleave_num": 2}
+SCHEDULE, SEQUENCE = "parallel.pipeline_config.pipeline_scheduler", "parallel_config.use_seq_parallel"
+LAYOUTS = (
+    Layout("dp2", 2, data(2, 2)),
+    Layout("fsdp2", 2, {**data(2, 2), **SHARD}),
+    Layout("tp2 + sequence", 2, {**data(1, 2), **TENSOR, SEQUENCE: True}),
+    Layout("pp2", 2, pipeline()),
+    Layout("pp2 interleaved", 2, INTERLEAVED),
+    Layout("gpipe", 2, {**pipeline(), SCHEDULE: "gpipe"}),
+    Layout("zero bubble V", 2, {**INTERLEAVED, SCHEDULE: "zero_bubble_v"}),
+    Layout("fsdp4", 4, {**data(4, 1), **SHARD}),
+    Layout("tp2 x fsdp2", 4, {**data(2, 2), **SHARD, **TENSOR}),
+    Layout("pp2 x tp2 + sequence", 4, {**pipeline(), **TENSOR, SEQUENCE: True}),
+    Layout("pp4", 4, {**pipeline(), "parallel_config.pipeline_stage": 4}),
+    Layout("ep2 x fsdp2", 4, {**data(4, 1), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
+)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """One process, as a group."""
-    alone = Ranks(1)
-    yield alone
-    alone.stop()
-
-
-def both(ranks: Ranks, settings: dict[str, Any], *more: Any, model: str = "llama") -> list[Ran]:
+def both(ranks: Ranks, settings: dict[str, Any], *, model: str = "llama", budget: str = "auto") -> list[Ran]:
     """An adaptive run on every rank; the same run without lowtide had the same losses."""
     settings = {**settings, "runner_config.stop_step": STEPS}
     plain = ranks.run(adaptive_runs.run, model, settings, STEPS)
-    adapted: list[Ran] = ranks.run(adaptive_runs.run, model, {**settings, **ADAPT}, STEPS, *more)
+    adapt = {"adapt": {**ADAPT["adapt"], "budget": budget}}
+    adapted: list[Ran] = ranks.run(adaptive_runs.run, model, {**settings, **adapt}, STEPS)
     for without, with_it in zip(plain, adapted, strict=True):
         assert with_it.told == without.told
     return adapted
@@ -52,12 +62,31 @@ def test_what_the_file_decides_stays_decided(one: Ranks) -> None:
     assert not any(layer.startswith("recompute") for layer in ran.decisions[1:])  # a CPU's memory has no limit here
 
 
-@pytest.mark.parametrize("settings", [{**data(2, 1), **SHARD}, pipeline()], ids=["shards", "stages"])
-def test_ranks_switch_together_to_one_policy(ranks: Ranks, settings: dict[str, Any]) -> None:
-    adapted = both(ranks, settings)
+def agreed(adapted: list[Ran]) -> Ran:
+    """What all ranks did alike."""
     assert len({ran.digest for ran in adapted}) == 1
     assert len({tuple(ran.phases) for ran in adapted}) == 1
     assert "planned" in adapted[0].phases
+    return adapted[0]
+
+
+def test_ranks_that_share_matrices_switch_together_to_a_policy_for_a_budget(ranks: Ranks) -> None:
+    ran = agreed(both(ranks, {**data(1, 2), **TENSOR, **LONG}, budget="6MiB"))
+    assert set(ran.decisions) != {"keep"}
+
+
+def test_so_do_stages_whose_ranks_share_parameters(four_ranks: Ranks) -> None:
+    ran = agreed(both(four_ranks, {**pipeline(2), **SHARD, **LONG}, budget="3MiB"))
+    assert set(ran.decisions) != {"keep"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_ranks_switch_together_in_every_layout(model: str, layout: Layout, ranks: Ranks, four_ranks: Ranks) -> None:
+    if layout.only not in (None, model):
+        pytest.skip("the model has no experts")
+    agreed(both(ranks if layout.processes == 2 else four_ranks, layout.settings, model=model))
 
 
 def test_an_allocation_that_fails_on_a_device_ends_no_run(one: Ranks) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,22 +24,6 @@ SCALE = {
 }
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """One process, as a group."""
-    alone = Ranks(1)
-    yield alone
-    alone.stop()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Two processes."""
-    pair = Ranks(2)
-    yield pair
-    pair.stop()
-
-
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
 def test_a_step_that_is_run_again_changes_nothing_twice(one: Ranks, model: str) -> None:
     settings = {**data(1, 1), **SCALE, "runner_config.gradient_accumulation_steps": 2}
@@ -51,9 +34,9 @@ def test_a_step_that_is_run_again_changes_nothing_twice(one: Ranks, model: str) 
 
 
 @pytest.mark.parametrize("sharing", [{}, SHARD], ids=["copies", "shards"])
-def test_ranks_that_break_a_step_off_together_run_it_again_together(two: Ranks, sharing: dict[str, Any]) -> None:
+def test_ranks_that_break_a_step_off_together_run_it_again_together(ranks: Ranks, sharing: dict[str, Any]) -> None:
     settings = {**data(2, 1), **sharing}
-    for told, bits, broken in two.run(broken_steps.same, "llama", settings, [0.2, 0.5, 0.7, 0.95]):
+    for told, bits, broken in ranks.run(broken_steps.same, "llama", settings, [0.2, 0.5, 0.7, 0.95]):
         assert told
         assert bits
         assert broken == 8

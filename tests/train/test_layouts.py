@@ -36,16 +36,14 @@ MORE = (
 
 
 @pytest.fixture(scope="session")
-def alone() -> Any:
+def alone(one: Ranks) -> Any:
     """What one process trains, each model once."""
-    one = Ranks(1)
 
     @cache
     def run(model: str, micro_steps: int = 4) -> list[tuple[float, float]]:
         return one.run(runs.train, model, data(1, micro_steps))[0]
 
-    yield run
-    one.stop()
+    return run
 
 
 def close(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
@@ -70,10 +68,8 @@ def test_accumulated_micro_steps_are_one_large_batch(model: str, alone: Any) -> 
     close(alone(model, micro_steps=1), alone(model))
 
 
-def test_norms_of_queries_and_keys_are_right_under_tensor_parallel(ranks: Ranks) -> None:
+def test_norms_of_queries_and_keys_are_right_under_tensor_parallel(one: Ranks, ranks: Ranks) -> None:
     normed = {**data(1, 4), "model.model_config.qk_layernorm": True}
-    alone = Ranks(1)
-    (expected,) = alone.run(runs.train, "llama", normed)
-    alone.stop()
+    (expected,) = one.run(runs.train, "llama", normed)
     for found in ranks.run(runs.train, "llama", {**normed, "parallel_config.model_parallel": 2}):
         close(found, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,6 @@ moe_config:
 callback:
   - {type: MoEDropRateCallback, expert_num: 4, capacity_factor: 0.5, num_layers: 4, mtp_depth: 0}
 """
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """One process, as a group."""
-    alone = Ranks(1)
-    yield alone
-    alone.stop()
 
 
 def steps(ranks: Ranks, text: str, settings: dict[str, Any], count: int = 3) -> list[StepRecord]:

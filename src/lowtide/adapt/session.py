@@ -36,7 +36,7 @@ from lowtide.adapt.ranks import Ranks
 from lowtide.adapt.record import RECORD_FILE, AdaptEvent, AdaptRecord, AdaptStep, Kind, Phase, save_record
 from lowtide.adapt.rescue import Rescue
 from lowtide.adapt.settings import AdaptSettings
-from lowtide.errors import PlanError, PolicyError
+from lowtide.errors import LowtideError, PolicyError
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.plan.pipeline import Pipeline, even_pipeline
@@ -350,15 +350,15 @@ class Adaptive:
             lost=self.ranks.largest(self.lost.get(bucket, 0)),
         )
         decided: Decided | None = None
-        failed: str | None = None
+        failed: LowtideError | None = None
         if self.ranks.first:
             try:
                 # One batch that is too long for the device is no reason to stop while the rescue may bring it through.
                 decided = decide(situation, self.settings, must_fit=not bucket or self.rescue is None)
-            except PlanError as error:
-                failed = str(error)
+            except LowtideError as error:
+                failed = error
         if (failed := self.ranks.all.from_first(failed)) is not None:
-            raise PlanError(failed)
+            raise failed
         agreed = self.ranks.decided(decided)
         self.planned_at, self.unlike = self.number, 0
         self.lacking.discard(bucket)
