@@ -5,10 +5,15 @@
 
 On the virtual accelerator ``tide``. At the k-th allocation of a step with Adam the capacity drops to what is then
 allocated less x, for the rest of the step: forward, backward and optimizer. Where a step is begun anew, the capacity
-is lifted. A Llama-like and a MoE-like model, both with dropout; no Policy, full recompute, and a mixed one that swaps
-and recomputes single operators; the rescue armed, and disarmed. x is 1/64, 1/16, 1/8 and 1/4 of the activations' peak.
-Each k is tried in each of these at least once, with one x after another; with two ranks (FSDP2, and a pipeline of two
-with 1F1B, and split matrices), where the memory of one of them shrinks and both are armed, every 83rd for each x.
+is lifted. x is 1/64, 1/16, 1/8 and 1/4 of the activations' peak, one after another. A Llama-like and a MoE-like model,
+both with dropout.
+
+- A run of ``lowtide.adapt`` as anybody would start it, with a Policy beside it that recomputes a layer and some
+  operators: it is measured and planned, and then each k has a step of it, for every k.
+- Its rescue alone, under no Policy, full recompute, and a mixed one that swaps and recomputes single operators; armed,
+  and disarmed: every 7th k, always from the same state.
+- The rescue on two ranks (FSDP2, a pipeline of two with 1F1B, and split matrices), where the memory of one of them
+  shrinks and both are armed: every 301st k for each x.
 
 Compared are the loss, parameters, optimizer states and generators; races and leaks are counted. ``hung`` counts ranks
 that gave no answer, ``died`` steps that ended in an error. ``host_us_armed``: what the armed rescue costs for each
@@ -19,14 +24,14 @@ nothing costs; ``host_us_optimizer`` the same for the optimizer's step, which is
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,48 +40,30 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import tide
 from lowtide._torch_private import TorchDispatchMode
 from lowtide.adapt.rescue import Rescue
 from ranks import Ranks
-from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, Subject, on_ranks, phase_of, single
+from session_cases import session_of
+from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, SHARES, Outcome, on_ranks, rescued
 
-SHARES = (1 / 4, 1 / 64, 1 / 8, 1 / 16)
-STRIDE, QUICK_STRIDE, QUICK_RANKS_STRIDE = 83, 97, 400
+RESCUE_STRIDE, RANKS_STRIDE = 7, 301
+QUICK_STRIDE, QUICK_RESCUE_STRIDE, QUICK_RANKS_STRIDE = 41, 97, 600
 console = Console(stderr=True, width=140)
 
 
-def swept(subject: Subject, armed: bool, stride: int) -> Iterator[Outcome]:
-    """Every ``stride``-th allocation of a step in one process, with one x after another."""
-    marks = subject.allocations(armed)
-    for turn, number in enumerate(range(1, marks["optimizer"] + 1, stride)):
-        nbytes = int(SHARES[turn % len(SHARES)] * subject.activations)
-        yield subject.disturbed(armed, number, nbytes, phase_of(number, marks))
-
-
-def in_one_process(stride: int) -> dict[str, list[Outcome]]:
-    """Both models, all Policies, armed and disarmed."""
+def in_one_process(stride: int, rescue_stride: int) -> dict[str, list[Outcome]]:
+    """Both models, in adaptive runs and with the rescue alone; a process for each, two at a time."""
     found: dict[str, list[Outcome]] = {}
-    for model, policy in product(MODELS, POLICIES):
-        tide.reset()
-        subject = single(model, policy)
-        gc.collect()
-        gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
-        for armed in (True, False):
-            key = f"{model}, {policy}, {'armed' if armed else 'disarmed'}"
-            found[key] = []
-            for outcome in swept(subject, armed, stride):
-                found[key].append(outcome)
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = {f"{model}, adaptive run": pool.submit(session_of, model, stride) for model in MODELS}
+        for model, policy in product(MODELS, POLICIES):
+            runs[f"{model}, {policy}"] = pool.submit(rescued, model, policy, rescue_stride)
+        for key, outcomes in runs.items():
+            found[key] = outcomes.result()
+            for outcome in found[key]:
                 if not outcome.exact:
                     console.print(f"{key}, {outcome}", style="red", markup=False)
-                if outcome.died:  # what it left is no start for another
-                    subject.rescue.remove()
-                    subject = single(model, policy)
             console.print(f"{key}: {counts_of(found[key])}", highlight=False)
-        subject.rescue.remove()
-        gc.unfreeze()
-        del subject
-        gc.collect()
     return found
 
 
@@ -201,15 +188,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK_STRIDE}-th allocation")
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="in one process, every N-th allocation")
-    parser.add_argument("--ranks-stride", type=int, default=STRIDE, metavar="N", help="on two ranks, every N-th")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="in adaptive runs, every N-th allocation")
+    parser.add_argument("--rescue-stride", type=int, default=RESCUE_STRIDE, metavar="N", help="with the rescue alone")
+    parser.add_argument("--ranks-stride", type=int, default=RANKS_STRIDE, metavar="N", help="on two ranks")
     parser.add_argument("--without-ranks", action="store_true", help="one process only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
     costs = host_time(10 if arguments.quick else 40)
-    found = in_one_process(QUICK_STRIDE if arguments.quick else arguments.stride)
+    strides = (QUICK_STRIDE, QUICK_RESCUE_STRIDE) if arguments.quick else (arguments.stride, arguments.rescue_stride)
+    found = in_one_process(*strides)
     hung = 0
     if not arguments.without_ranks:
         together, hung = on_two_ranks(QUICK_RANKS_STRIDE if arguments.quick else arguments.ranks_stride)

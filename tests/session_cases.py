@@ -6,8 +6,8 @@ left wrong would show in all that follow. Afterwards the same steps are run with
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,15 +16,11 @@ import lowtide
 import tide
 from lowtide.adapt.session import Adaptive
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
-from sweep_cases import Outcome, Subject, phase_of, settled
+from sweep_cases import SHARES, Outcome, Subject, phase_of, settled, single
 from tide import faults
 
-__all__ = ["SHARES", "How", "in_session"]
+__all__ = ["in_session", "session_of"]
 
-SHARES = (1 / 4, 1 / 64, 1 / 8, 1 / 16)
-"""Of the activations' peak: by so much the capacity drops below what is allocated, in turns."""
-How = Literal["step", "loop"]
-"""Whether each step is given to the run, which can repeat it, or the run stands around a loop."""
 OPERATORS = ("feed_forward_norm", "attention.wo")
 FIXED = Policy(
     (LayerPolicy(Recompute()), LayerPolicy(rules=tuple(Rule(Pattern(one), Recompute()) for one in OPERATORS)))
@@ -32,32 +28,48 @@ FIXED = Policy(
 """Memory is plentiful before it shrinks, so that a plan would keep everything: some decisions are given."""
 
 
-def in_session(subject: Subject, how: How, stride: int = 1, offset: int = 0) -> list[Outcome]:
+def session_of(model: str, stride: int) -> list[Outcome]:
+    """A model in a process of its own."""
+    torch.set_num_threads(1)
+    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
+    subject = single(model, "none")
+    gc.collect()
+    gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
+    return in_session(subject, stride)
+
+
+def in_session(subject: Subject, stride: int = 1, offset: int = 0) -> list[Outcome]:
     """Every ``stride``-th allocation of a step of an adaptive run, one step each."""
     subject.rescue.remove()
     subject.begin()
     losses: list[Tensor] = []
     outcomes: list[Outcome] = []
+    allocations = 0
+
+    def stepped(*_: object) -> None:
+        nonlocal allocations
+        allocations = faults.allocations_seen()
+        faults.disarm()
+
     # Before the run's own hooks: when the optimizer has stepped, memory is there again.
-    hook = subject.optimizer.register_step_post_hook(lambda *_: faults.disarm())
+    hook = subject.optimizer.register_step_post_hook(stepped)
     run = lowtide.adapt(subject.model, subject.optimizer, policy=FIXED, layers="layers", verbose=False)
-    if how == "loop":
-        run.__enter__()
     for _ in range(run.settings.profiling_steps + 1):
-        losses.append(_stepped(subject, run, how, lambda: None))
-    marks = dict(subject.marks)
+        losses.append(_stepped(subject, run, lambda: None).cpu())
+    marks = {**subject.marks, "optimizer": allocations}
     subject.optimizer.zero_grad()
-    before = settled(-1, patience=0.1)
+    gc.collect()
+    before = int(torch.accelerator.memory_allocated())
     for turn, number in enumerate(range(1 + offset, marks["optimizer"] + 1, stride)):
         nbytes = int(SHARES[turn % len(SHARES)] * subject.activations)
-        outcome = Outcome(f"{how}, allocation {number}, {nbytes} bytes", phase_of(number, marks))
+        outcome = Outcome(f"session, allocation {number}, {nbytes} bytes", phase_of(number, marks))
         outcomes.append(outcome)
         tide.clear_races()
         events = len(run.events)
         try:
-            losses.append(_stepped(subject, run, how, lambda: faults.shrink_capacity(number, nbytes)))  # noqa: B023
+            losses.append(_stepped(subject, run, lambda: faults.shrink_capacity(number, nbytes)).cpu())  # noqa: B023
         except Exception as error:
-            outcome.died = f"{type(error).__name__}: {error}"
+            outcome.died = f"{type(error).__name__}: {error} {run.rescue and run.rescue.counts.reasons[-3:]}"
             break
         finally:
             faults.disarm()
@@ -67,13 +79,13 @@ def in_session(subject: Subject, how: How, stride: int = 1, offset: int = 0) -> 
         subject.optimizer.zero_grad()
         outcome.leaked = settled(before) - before
     hook.remove()
-    run.__exit__(None, None, None) if how == "loop" else run.remove()
+    run.remove()
     subject.optimizer.zero_grad()
     _compare(subject, losses, outcomes)
     return outcomes
 
 
-def _stepped(subject: Subject, run: Adaptive, how: How, disturb: Callable[[], None]) -> Tensor:
+def _stepped(subject: Subject, run: Adaptive, disturb: Callable[[], None]) -> Tensor:
     """One step, disturbed at its first attempt."""
     attempts = 0
 
@@ -85,8 +97,6 @@ def _stepped(subject: Subject, run: Adaptive, how: How, disturb: Callable[[], No
             disturb()
         return subject.step()
 
-    if how == "loop":
-        return step()
     loss = run.step(step)
     assert loss is not None
     return loss
@@ -100,7 +110,7 @@ def _compare(subject: Subject, losses: list[Tensor], outcomes: list[Outcome]) ->
     subject.optimizer.zero_grad()
     first = len(losses) - len(outcomes) if not (outcomes and outcomes[-1].died) else len(losses) - len(outcomes) + 1
     for place, (loss, expected) in enumerate(zip(losses, plain, strict=True)):
-        if not torch.equal(loss.cpu(), expected.cpu()):
+        if not torch.equal(loss, expected.cpu()):
             outcomes[max(0, place - first)].different.append("loss")
     if outcomes and not outcomes[-1].died:
         outcomes[-1].different += subject.values().differ(ended)

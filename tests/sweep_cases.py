@@ -36,16 +36,21 @@ __all__ = [
     "MODELS",
     "PHASES",
     "POLICIES",
+    "SHARES",
     "Outcome",
     "Subject",
     "on_ranks",
     "phase_of",
+    "rescued",
+    "settled",
     "single",
     "spoilt_on",
 ]
 
 MODELS = ("reference", "reference_moe")
 """Like Llama, and with experts; both with dropout."""
+SHARES = (1 / 4, 1 / 64, 1 / 8, 1 / 16)
+"""Of the activations' peak: by so much the capacity drops below what is allocated, in turns."""
 PHASES = ("forward", "backward", "optimizer")
 MIXED = (
     LayerPolicy(
@@ -116,15 +121,19 @@ class Subject:
         for _ in range(2):  # a Policy is learnt, and the optimizer makes its states
             step(self)
         optimizer.zero_grad()
-        self.start = self._values()
+        self.start = self.values()
         self.static = torch.accelerator.memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
         loss = step(self)
         self.activations = self.peak - self.static
         """Their peak in forward and backward, in bytes."""
         optimizer.zero_grad()
-        self.end = self._values(loss)
+        self.end = self.values(loss)
         gc.collect()
+
+    def step(self) -> Tensor:
+        """The whole step; its loss."""
+        return self._step(self)
 
     def mark(self, phase: str) -> None:
         """A phase of the step has ended."""
@@ -136,7 +145,7 @@ class Subject:
         """After each phase of an undisturbed step, how many allocations there were."""
         self._begin(armed)
         faults.disarm()
-        self.rescue.run(lambda: self._step(self))
+        self.rescue.run(lambda: self.step())
         self.optimizer.zero_grad()
         return dict(self.marks)
 
@@ -152,7 +161,7 @@ class Subject:
             attempts += 1
             if attempts > 1:
                 faults.disarm()
-            return self._step(self)
+            return self.step()
 
         faults.shrink_capacity(number, nbytes) if here else faults.disarm()
         try:
@@ -167,15 +176,19 @@ class Subject:
         counts = self.rescue.counts.taken()
         outcome.line = 3 if counts.repeated else 2 if counts.retried else 0
         outcome.paged = counts.paged_bytes > 0
-        outcome.different = self.end.differ(self._values(loss))
+        outcome.different = self.end.differ(self.values(loss))
         outcome.races = [str(race) for race in tide.races()]
         del loss
-        outcome.leaked = _settled(before) - before
+        outcome.leaked = settled(before) - before
         return outcome
 
     def _begin(self, armed: bool) -> None:
         (self.rescue.arm if armed else self.rescue.disarm)()
         self.rescue.counts.taken()
+        self.begin()
+
+    def begin(self) -> None:
+        """Set everything back to where the step begins."""
         self.optimizer.zero_grad()
         now = self._tensors()
         for name, value in self.start.tensors.items():
@@ -190,7 +203,8 @@ class Subject:
             found |= {f"{number} {name}": inner_tensor(value) for name, value in state.items()}
         return found
 
-    def _values(self, loss: Tensor | None = None) -> Values:
+    def values(self, loss: Tensor | None = None) -> Values:
+        """What there is now."""
         values = {name: tensor.cpu().clone() for name, tensor in self._tensors().items()}
         if loss is not None:
             values["loss"] = loss.cpu()
@@ -213,6 +227,25 @@ def _step_of(optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) ->
         return loss.detach()
 
     return step
+
+
+def rescued(model: str, policy: str, stride: int) -> list[Outcome]:
+    """Every ``stride``-th allocation of a step in a process of its own, armed and disarmed."""
+    torch.set_num_threads(1)
+    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
+    subject = single(model, policy)
+    gc.collect()
+    gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
+    outcomes = []
+    for armed in (True, False):
+        marks = subject.allocations(armed)
+        for turn, number in enumerate(range(1, marks["optimizer"] + 1, stride)):
+            nbytes = int(SHARES[turn % len(SHARES)] * subject.activations)
+            outcomes.append(subject.disturbed(armed, number, nbytes, phase_of(number, marks)))
+            if outcomes[-1].died:  # what it left is no start for another
+                subject.rescue.remove()
+                subject = single(model, policy)
+    return outcomes
 
 
 def single(model_name: str, policy: str) -> Subject:
@@ -322,13 +355,13 @@ def spoilt_on(failing: int) -> tuple[int, list[str]]:
                 if dist.get_rank() == failing:
                     faults.fail_allocation(1)
                 torch.ops.sweep.careless(torch.ones(4, device="tide") if dist.get_rank() != failing else spare)
-            return subject._step(subject)
+            return subject.step()
 
         spare = torch.ones(4, device="tide")
         subject._begin(armed=True)
         loss = subject.rescue.run(step)
     subject.optimizer.zero_grad()
-    return subject.rescue.counts.repeated, subject.end.differ(subject._values(loss))
+    return subject.rescue.counts.repeated, subject.end.differ(subject.values(loss))
 
 
 def _write_and_allocate(x: Tensor) -> None:
@@ -341,7 +374,7 @@ def phase_of(number: int, marks: dict[str, int]) -> str:
     return next(phase for phase in PHASES if number <= marks.get(phase, -1))
 
 
-def _settled(expected: int) -> int:
+def settled(expected: int) -> int:
     """The bytes allocated; autograd's thread lets go of a failed graph a moment after the caller is told."""
     end = time.monotonic() + 2
     while (found := int(torch.accelerator.memory_allocated())) != expected and time.monotonic() < end:

@@ -16,6 +16,8 @@ import tide
 from lowtide import LayerPolicy, Policy, Recompute
 from lowtide.adapt.record import load_record
 from lowtide.adapt.session import Adaptive
+from session_cases import in_session
+from sweep_cases import single
 from tiny_models import tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 200}
@@ -121,6 +123,14 @@ def test_memory_that_disappears_costs_a_step_and_no_bit() -> None:
     assert losses == expected
     assert [step.rescued > 0 for step in run.steps] == [False] * 7 + [True, False]
     assert [event.kind for event in run.events].count("repeated") == 1
+
+
+def test_memory_that_shrinks_in_step_after_step_changes_no_bit() -> None:
+    tide.reset()
+    outcomes = in_session(single("reference", "none"), stride=45)
+    assert [str(one) for one in outcomes if not one.exact] == []
+    assert {one.phase for one in outcomes} >= {"forward", "backward"}
+    assert sum(one.line > 0 for one in outcomes) >= 4
 
 
 def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:

@@ -1,0 +1,61 @@
+"""What is done where a plan fits, and where none does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lowtide import LayerPolicy, PlanError, Recompute
+from lowtide.adapt.decide import Decided, Situation, decide
+from lowtide.adapt.settings import AdaptSettings
+from lowtide.plan.make import make_plan
+from lowtide.plan.pipeline import even_pipeline
+from traced_cases import DEVICE, hand_made_trace
+
+LAYERS = 8
+TRACE = hand_made_trace(LAYERS)
+LEAST = make_plan(TRACE, 1, DEVICE).least
+PLENTY = 1 << 40
+
+
+def decided(capacity: int, *, lost: int = 0, budget: int | None = None, must_fit: bool = True) -> Decided:
+    situation = Situation(trace=TRACE, device=DEVICE, pipeline=even_pipeline(LAYERS), capacity=capacity, lost=lost)
+    return decide(situation, AdaptSettings(budget=budget), must_fit=must_fit)
+
+
+def test_what_fits_the_capacity_less_its_margin_is_planned() -> None:
+    found = decided(PLENTY, lost=1 << 20)
+    assert found.plan.feasible
+    assert found.policy == found.plan.policy
+    assert found.budget == PLENTY - found.margin
+    assert found.margin >= 1 << 20
+
+
+def test_a_device_size_that_nothing_fits_is_no_capacity() -> None:
+    found = decided(PLENTY, budget=LEAST // 2)
+    assert found.policy is not None
+    assert found.policy.layers == (LayerPolicy(Recompute()),) * LAYERS
+    assert "nothing fits the device size" in found.reason
+
+
+def test_a_capacity_that_nothing_fits_is_told_what_would_do_and_that_does() -> None:
+    with pytest.raises(PlanError, match="nothing fits") as raised:
+        decided(LEAST // 2)
+    told = re.search(r"\((\d+) bytes\) works", str(raised.value))
+    assert told is not None
+    assert decided(int(told[1])).plan.feasible
+
+
+def test_what_was_missing_does_not_stop_a_run_that_fits() -> None:
+    enough = LEAST + (4 << 20)
+    found = decided(enough, lost=enough // 2)
+    assert not found.plan.feasible
+    assert found.policy == found.plan.policy
+    assert "what was missing" in found.reason
+
+
+def test_where_the_rescue_may_try_there_is_no_policy() -> None:
+    found = decided(LEAST // 2, must_fit=False)
+    assert found.policy is None
+    assert "tensors leave as they must" in found.reason
