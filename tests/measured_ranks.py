@@ -15,6 +15,7 @@ import tide
 from lowtide._torch_private import inner_tensor
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.policy import LayerPolicy, Policy
+from lowtide.train.mesh import make_meshes
 from lowtide.train.traced import TracedRank, _groups
 from predicted_ranks import _autocast, _built, _step_of
 
@@ -46,7 +47,7 @@ def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, M
     handle.remove()
     optimizer = torch.optim.AdamW(_groups(model), fused=True)
     step = _step_of(model, rank, device)
-    last = stages == 1 or dist.get_rank() == stages - 1
+    last = make_meshes(rank.degrees, device).pipeline.get_local_rank() == stages - 1
     measuring = Measuring(model, optimizers=[optimizer], layers="layers", last=last)
     gc.collect()
     begin = 0

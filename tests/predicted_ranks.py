@@ -91,9 +91,10 @@ def _built(rank: TracedRank, policy: Policy, device: torch.device) -> tuple[Deco
 
 def _step_of(model: Decoder, rank: TracedRank, device: torch.device) -> Callable[[], None]:
     """Forward and backward of all micro batches."""
-    stages, number = rank.degrees.pipeline, dist.get_rank()
+    stages, pipeline = rank.degrees.pipeline, make_meshes(rank.degrees, device).pipeline
+    number = pipeline.get_local_rank()
     size = (rank.samples * _micro_batches(rank), rank.sequence)
-    seed = torch.Generator().manual_seed(number if stages == 1 else 0)
+    seed = torch.Generator().manual_seed(dist.get_rank() if stages == 1 else 0)
     tokens = torch.randint(rank.shape.vocab_size, size, generator=seed).to(device)
     if stages == 1:
         return lambda: loss_of(model(tokens), tokens).backward()
@@ -105,6 +106,7 @@ def _step_of(model: Decoder, rank: TracedRank, device: torch.device) -> Callable
         device,
         input_args=(_imagined(rank, None if first else rank.shape.hidden_size),),
         output_args=(_imagined(rank, rank.shape.vocab_size if last else rank.shape.hidden_size, logits=last),),
+        group=pipeline.get_group(),
     )
     schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
     if last:

@@ -49,22 +49,30 @@ POLICIES = [
         pytest.param(Degrees(shard=2), MIXED, marks=pytest.mark.slow),
         pytest.param(Degrees(pipeline=2), MIXED, marks=pytest.mark.slow),
         pytest.param(Degrees(tensor=2), SINGLE, marks=pytest.mark.slow),
+        pytest.param(Degrees(pipeline=2, shard=2), SINGLE, marks=pytest.mark.slow),
     ],
-    ids=["fsdp2", "pp2", "fsdp2 in bfloat16", "pp2 in bfloat16", "tp2"],
+    ids=["fsdp2", "pp2", "fsdp2 in bfloat16", "pp2 in bfloat16", "tp2", "pp2 x fsdp2"],
 )
-def test_what_ranks_show_predicts_their_peaks(degrees: Degrees, precision: Precision, ranks: Ranks) -> None:
+def test_what_ranks_show_predicts_their_peaks(
+    degrees: Degrees, precision: Precision, ranks: Ranks, four_ranks: Ranks
+) -> None:
+    stages, of_stage = degrees.pipeline, degrees.world // degrees.pipeline
+    if degrees.world == 4:
+        ranks = four_ranks
+    # What ranks of a stage share stays gathered from the first micro batch on, and only that one is recorded.
+    close = 5e-2 if stages > 1 and of_stage > 1 else 1e-2
     case = TracedRank(shape=SHAPE, degrees=degrees, precision=precision, samples=4, sequence=128)
     found = ranks.run(measured_ranks.measured_trace, case)
     assert all(one.same for one in found)
     traces = [Trace.from_json(json.loads(one.trace)) for one in found]
-    whole = slowest(traces) if degrees.pipeline == 1 else joined(traces)
+    whole = joined([slowest(traces[first : first + of_stage]) for first in range(0, degrees.world, of_stage)])
     assert len(whole.layers) == LAYERS
     assert whole.notes == ()
     count = predicted_ranks._micro_batches(case)
-    pipeline = even_pipeline(LAYERS, stages=degrees.pipeline, micro_batches=count)
+    pipeline = even_pipeline(LAYERS, stages=stages, micro_batches=count)
     measured = ranks.run(predicted_ranks.measured_peaks, case, POLICIES)
     for place, policy in enumerate(POLICIES):
         simulated = simulate(whole, policy, find_device("h100"), pipeline).stages
         for rank, peaks in enumerate(measured):
-            predicted = simulated[rank % len(simulated)].peak
-            assert predicted == pytest.approx(peaks[place], rel=1e-2), (policy, rank)
+            predicted = simulated[rank // of_stage].peak
+            assert predicted == pytest.approx(peaks[place], rel=close), (policy, rank)

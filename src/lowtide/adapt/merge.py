@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lowtide.adapt.stage_ends import followed, preceded
 from lowtide.errors import TraceError
 from lowtide.trace.trace import Part, Static, Trace
 
@@ -46,7 +47,8 @@ def slowest(traces: Sequence[Trace]) -> Trace:
 def joined(stages: Sequence[Trace]) -> Trace:
     """The Trace of a whole model from those of its pipeline stages, in the order that the data runs through them.
 
-    What stands before the layers is the first stage's, what stands after them the last one's.
+    What stands before the layers is the first stage's, what stands after them the last one's. What others do there
+    belongs to their outermost layers: see [Note: stage ends] in :mod:`lowtide.adapt.stage_ends`.
 
     ``trace = joined([first, second])``
     """
@@ -56,9 +58,13 @@ def joined(stages: Sequence[Trace]) -> Trace:
         return stages[0]
     alike: dict[Part, list[Part]] = {}
     layers: list[int] = []
-    for stage in stages:
-        for place in stage.layers:
-            part = stage.parts[place]
+    for number, stage in enumerate(stages):
+        own = [stage.parts[place] for place in stage.layers]
+        if number > 0:
+            own[0] = preceded(own[0], stage.before)
+        if number < len(stages) - 1:
+            own[-1] = followed(own[-1], stage.after)
+        for part in own:
             plain = part.without_seconds()
             alike.setdefault(plain, []).append(part)
             layers.append(list(alike).index(plain))
