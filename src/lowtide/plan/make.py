@@ -14,7 +14,7 @@ from lowtide.cost.kernel import kernel_seconds
 from lowtide.errors import PlanError
 from lowtide.plan.allocator import LimitError
 from lowtide.plan.expand import expand
-from lowtide.plan.linear_program import GAP
+from lowtide.plan.linear_program import GAP, load_solver
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Option, Plan
 from lowtide.plan.planned import planned_operators
@@ -101,8 +101,10 @@ def make_plan(
     progress("simulating the simple ways")
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
-    begin, search.simulating = time.perf_counter(), 0.0
     kept = options[0]
+    if not kept.fits or fixed is not None:
+        load_solver()
+    begin, search.simulating = time.perf_counter(), 0.0
     if kept.fits and fixed is None:
         found = _Found([], kept.simulation.seconds, None, [])  # nothing is faster than to do nothing
     else:
