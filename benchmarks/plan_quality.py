@@ -20,7 +20,8 @@ decide:
   the plan wins back; ``_recompute_only`` without swap. The budget is parameters and gradients, and half of what a step
   that keeps everything reserves beside them.
 
-The models are of the width of a 70B one (8192) at a 32nd, on a machine of a 32nd of an H100: see ``models.py``.
+The models are of the width of a 70B one (8192) at a 32nd, on a machine of a 32nd of an H100: see ``models.py``. Each
+has a process of its own. What is measured is the virtual clock, so they may run side by side.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -257,6 +260,15 @@ class Report:
     won_back_recompute: dict[str, float] = field(default_factory=dict)
     limits: dict[str, str] = field(default_factory=dict)
 
+    def add(self, other: Report) -> None:
+        """What another one found, after what is here."""
+        self.points += other.points
+        self.beaten += other.beaten
+        self.over += other.over
+        self.won_back |= other.won_back
+        self.won_back_recompute |= other.won_back_recompute
+        self.limits |= other.limits
+
 
 def compare(bench: Bench, report: Report, budgets: int) -> None:
     """Plans against everything else."""
@@ -319,6 +331,18 @@ def compare(bench: Bench, report: Report, budgets: int) -> None:
     )
 
 
+def compared(name: str, layers: int, budgets: int) -> Report:
+    """A model by its name, compared."""
+    torch.set_num_threads(1)
+    use_machine(FACTOR)
+    # What is measured is the clock and the allocator; looking for races and stale bytes is the tests' affair.
+    tide.configure(capacity=4 << 30, races=False, poison=False)
+    model, run = MODELS[name](layers)
+    report = Report()
+    compare(Bench(name, model, run, Console(stderr=True, width=160)), report, budgets)
+    return report
+
+
 def _llama(layers: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     shape = Shape(layers=layers, sequence=128, hidden=256, intermediate=896, heads=2, vocabulary=2000, factor=FACTOR)
     model = llama(shape).to("tide")
@@ -352,22 +376,21 @@ def _experts(layers: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model.train(), run
 
 
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Callable[[], Tensor]]]] = {"llama": _llama, "experts": _experts}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="one model of few layers, three budgets")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     console, report, begin = Console(stderr=True, width=160), Report(), time.perf_counter()
-    layers = 4 if arguments.quick else 12
-    for name, build in (("llama", _llama), ("experts", _experts))[: 1 if arguments.quick else 2]:
-        use_machine(FACTOR)
-        # What is measured is the clock and the allocator; looking for races and stale bytes is the tests' affair.
-        tide.configure(capacity=4 << 30, races=False, poison=False)
-        model, run = build(layers)
-        compare(Bench(name, model, run, console), report, 2 if arguments.quick else BUDGETS)
-        del model, run
-        gc.collect()
+    if arguments.quick:
+        report.add(compared("llama", layers=4, budgets=2))
+    else:
+        with ProcessPoolExecutor(len(MODELS), multiprocessing.get_context("spawn")) as processes:
+            for one in [processes.submit(compared, name, layers=12, budgets=BUDGETS) for name in MODELS]:
+                report.add(one.result())
     gaps = [point["gap"] for point in report.points if not point["least"]]
     result: dict[str, Any] = {
         "points": len(report.points),

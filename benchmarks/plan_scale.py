@@ -5,9 +5,10 @@
 deepseek-v3 on 2,048 devices (16 pipeline stages of 2 chunks, experts over 8, parameters shared by 128) and llama3-405b
 on 16,384 (tensor parallel 8, 16 stages, shared by 128), both on H100. One rank is traced with imagined tensors, every
 stage is solved, and the step is simulated. ``*_total_s`` is all of that, ``*_solve_s`` the solver alone, with the
-expansion of its counts into layers; ``*_processor_s`` is what this process computed for, which on a busy machine is
-less. ``device_count_ratio`` is the solver's time for llama3-405b on 16,384 devices over
-that on 256, each the best of three: parameters are shared by 128 ranks or by 2, everything else is the same.
+expansion of its counts into layers and without the import of scipy, which is part of the total; ``*_processor_s`` is
+what this process computed for, which on a busy machine is less. ``device_count_ratio`` is the solver's time for
+llama3-405b on 16,384 devices over that on 256, each the best of three: parameters are shared by 128 ranks or by 2,
+everything else is the same.
 
 For deepseek-v3 the MindSpore Transformers guide recomputes ``[3, 4, 4, …, 3, 2, 0]`` whole layers of each stage. That
 is simulated, and what its worst stage reserves is the budget of our plan: ``guide_policy_speedup`` is the guide's step

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
+from lowtide.plan.allocator import LimitError
 from lowtide.plan.pipeline import Pipeline, ScheduleName, even_pipeline
 from lowtide.plan.program import MINIMUM_BYTES
 from lowtide.plan.schedule import Action, actions, held_together, in_flight
@@ -142,6 +143,14 @@ def test_memory_and_time_do_not_depend_on_whether_details_are_asked_for() -> Non
     assert max(moment.allocated for moment in stage.memory) == stage.peak
     assert sum(share.bytes for share in stage.shares) == stage.peak
     assert plain.stages[0].memory == plain.stages[0].spans == ()
+
+
+def test_a_limit_changes_nothing_for_what_fits_and_ends_what_does_not() -> None:
+    trace, policy = hand_made_trace(3), policy_of(layers=3, linear=Swap(2))
+    plain = simulate(trace, policy, DEVICE)
+    assert simulate(trace, policy, DEVICE, limit=plain.reserved) == plain
+    with pytest.raises(LimitError):
+        simulate(trace, policy, DEVICE, limit=plain.reserved - 1)
 
 
 def test_a_resolution_and_its_policy_are_simulated_alike() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TypeAlias
 
-__all__ = ["Allocator", "Block"]
+__all__ = ["Allocator", "Block", "LimitError"]
 
 ROUND = 512
 SMALL_REQUEST = 1 << 20
@@ -22,6 +22,10 @@ SMALL_SEGMENT = 2 << 20
 MIDDLE_REQUEST = 10 << 20
 MIDDLE_SEGMENT = 20 << 20
 LARGE_ROUND = 2 << 20
+
+
+class LimitError(Exception):
+    """More memory was asked for than the device was said to have."""
 
 
 class Block:
@@ -52,9 +56,11 @@ class Allocator:
     (0, 1024)
     """
 
-    __slots__ = ("_end", "_large", "_small", "allocated", "peak", "reserved")
+    __slots__ = ("_end", "_large", "_small", "allocated", "limit", "peak", "reserved")
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        """What the device has; None if that does not matter."""
         self.allocated = 0
         """Bytes in use, rounding and what could not be split off included."""
         self.peak = 0
@@ -67,7 +73,7 @@ class Allocator:
 
     def allocate(self, size: int) -> Block:
         """A block of at least ``size`` bytes."""
-        size = max(ROUND, (size + ROUND - 1) // ROUND * ROUND)
+        size = (size + ROUND - 1) // ROUND * ROUND or ROUND
         small = size <= SMALL_REQUEST
         pool = self._small if small else self._large
         place = bisect_left(pool, (size,))
@@ -119,4 +125,6 @@ class Allocator:
         # Segments do not touch: a block never grows beyond its own.
         self._end += segment
         self.reserved += segment
+        if self.limit is not None and self.reserved > self.limit:
+            raise LimitError
         return block

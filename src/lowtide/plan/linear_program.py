@@ -7,12 +7,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["GAP", "LinearProgram"]
+__all__ = ["GAP", "LinearProgram", "load_solver"]
 
 GAP = 5e-4
 """The gap at which HiGHS stops."""
 NODES = 1000
 """Branches after which HiGHS stops with the best that it has. Not seconds: the same question has the same answer."""
+
+
+def load_solver() -> None:
+    """Import the solver, which takes about as long as several stages take to solve."""
+    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401
 
 
 @contextmanager
@@ -56,7 +61,7 @@ class LinearProgram:
     def solve(self, gap: float = GAP) -> list[float] | None:
         """The best values, up to ``gap``; None if there are none."""
         import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+        from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
         numbers = [

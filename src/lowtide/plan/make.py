@@ -12,8 +12,9 @@ from lowtide.cost.device import Device
 from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.errors import PlanError
+from lowtide.plan.allocator import LimitError
 from lowtide.plan.expand import expand
-from lowtide.plan.linear_program import GAP
+from lowtide.plan.linear_program import GAP, load_solver
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Option, Plan
 from lowtide.plan.planned import planned_operators
@@ -100,8 +101,10 @@ def make_plan(
     progress("simulating the simple ways")
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
-    begin, search.simulating = time.perf_counter(), 0.0
     kept = options[0]
+    if not kept.fits or fixed is not None:
+        load_solver()
+    begin, search.simulating = time.perf_counter(), 0.0
     if kept.fits and fixed is None:
         found = _Found([], kept.simulation.seconds, None, [])  # nothing is faster than to do nothing
     else:
@@ -169,10 +172,24 @@ class _Search:
         self.missed: list[Try] = []
         """What came near to the budget and did not fit."""
 
-    def simulate(self, policy: Policy, *, stages: Sequence[int] | None = None, details: bool = False) -> Simulation:
+    def simulate(
+        self,
+        policy: Policy,
+        *,
+        stages: Sequence[int] | None = None,
+        details: bool = False,
+        limit: int | None = None,
+    ) -> Simulation:
         begin = time.perf_counter()
         result = simulate(
-            self.trace, policy, self.device, self.pipeline, stages=stages, details=details, known=self.known
+            self.trace,
+            policy,
+            self.device,
+            self.pipeline,
+            stages=stages,
+            details=details,
+            known=self.known,
+            limit=limit,
         )
         self.simulating += time.perf_counter() - begin
         return result
@@ -276,7 +293,10 @@ class _Search:
         """The fastest ways that fit, made faster with the simulator: see :mod:`lowtide.plan.polish`."""
 
         def judge(policy: Policy) -> Judged:
-            simulation = self.simulate(policy)
+            try:
+                simulation = self.simulate(policy, limit=self.budget)
+            except LimitError:
+                return Judged(float("inf"), self.budget + 1, 0.0)
             return Judged(simulation.seconds, simulation.reserved, simulation.stages[0].stall)
 
         polisher = Polisher(self.trace, costs, judge, self.budget, swap=swap)

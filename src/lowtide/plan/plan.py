@@ -64,7 +64,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What was assumed, what was left out, and what a person should know."""
     solve_seconds: float = 0.0
-    """How long the solver took."""
+    """How long the solver took, its import aside."""
     operators: tuple[tuple[PlannedOperator, ...], ...] = ()
     """For each layer, what becomes of its input and of every operator that holds something for backward; empty where
     it was not asked for."""

@@ -54,9 +54,9 @@ _timed: dict[tuple[int, int], tuple[Part, Device, tuple[Timed, ...]]] = {}
 class Rank:
     """A device: its memory, its clocks, and, where details are asked for, what happened when."""
 
-    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1) -> None:
+    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: int | None = None) -> None:
         self.device = device
-        self.allocator = Allocator()
+        self.allocator = Allocator(limit)
         self.lanes = Lanes(device)
         self.bytes = self.most_bytes = 0
         """The tensors' own bytes, and the most of them."""

@@ -70,7 +70,8 @@ def fit_stage(
 
     ``offset`` is a guess of how much more than the solver's bytes the simulator will find. It ends after ``rounds``, or
     twice as many if nothing fits by then, or with a share of the budget below ``close`` unused, or with seconds that
-    are ``good_enough``. ``gap`` is the solver's.
+    are ``good_enough``. If nothing has fitted at the end, the counts that need least memory are tried. ``gap`` is the
+    solver's.
     """
     tries: list[Try] = []
     known: dict[tuple[object, ...], StageSimulation] = {}
@@ -78,15 +79,18 @@ def fit_stage(
     low: Try | None = None
     """The largest budget that did fit, and the smallest that did not."""
     high: Try | None = None
-    for number in range(2 * rounds):
+    for number in range(2 * rounds + 1):
         if number >= rounds and any(one.simulated.reserved <= budget for one in tries):
             break
-        solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share, gap=gap)
+        solution = None
+        if number < 2 * rounds:
+            solution = solve_stage(problem, target, swap=swap, recompute=recompute, link_share=link_share, gap=gap)
         least = solution is None
         if solution is None:
             solution = solve_least(problem, swap=swap, recompute=recompute)
         key = _key(solution)
-        if key not in known:
+        again = key in known
+        if not again:
             known[key] = simulate(solution)
         one = Try(solution, known[key], target)
         tries.append(one)
@@ -107,6 +111,9 @@ def fit_stage(
         else:
             # If it is over, a little more than that: what the last layer gives up is there again in passing.
             target += room if room >= 0 else room + room // 8
+            if again and room < 0:
+                # Up to its gap, the solver says the same for many budgets: the next one is less than these counts take.
+                target = min(target, solution.memory + room - round(close * budget / 8))
     return _fitted(tries, budget)
 
 

@@ -30,8 +30,8 @@ __all__ = ["Player"]
 class Player:
     """Runs parts on one device."""
 
-    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1) -> None:
-        self.rank = Rank(device, details=details, stop_at=stop_at)
+    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: int | None = None) -> None:
+        self.rank = Rank(device, details=details, stop_at=stop_at, limit=limit)
         self.swapping = Swapping(self.rank)
         self.rebuilding = Rebuilding(self.rank, self.swapping)
         self.gradients: dict[tuple[int | None, str, int], Storage] = {}

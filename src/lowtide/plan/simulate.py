@@ -49,20 +49,23 @@ def simulate(
     optimizer: bool = True,
     stages: Sequence[int] | None = None,
     known: Known | None = None,
+    limit: int | None = None,
 ) -> Simulation:
     """What a step of ``policy`` does on ``device``: memory and time.
 
     ``details`` also says how memory goes over time, what each lane does and what the peak is made of. ``optimizer``
     includes the optimizer's step. ``stages`` are the pipeline stages to look at; all, if it is left out. The step's
     time then is that of these stages alone. ``known`` keeps what was replayed, for other calls with the same Trace,
-    device and pipeline: a stage whose layers are decided alike is not replayed again.
+    device and pipeline: a stage whose layers are decided alike is not replayed again. ``limit`` is what a device has:
+    :class:`~lowtide.plan.allocator.LimitError` is raised as soon as more would be reserved, for whoever only asks
+    whether it fits.
     """
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
     layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
-    make = partial(Stage, trace, layers, device, pipeline)
+    make = partial(Stage, trace, layers, device, pipeline, limit=limit)
     short = shortened(pipeline)
     transfer = _transfer_seconds(trace, device, pipeline)
     if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):

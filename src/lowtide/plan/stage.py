@@ -37,10 +37,11 @@ class Stage:
         *,
         details: bool = False,
         stop_at: int = -1,
+        limit: int | None = None,
     ) -> None:
         self.trace, self.number = trace, number
         self.chunks = [_chunk(trace, layers, pipeline, number, chunk) for chunk in range(pipeline.chunks)]
-        self.player = Player(device, details=details, stop_at=stop_at)
+        self.player = Player(device, details=details, stop_at=stop_at, limit=limit)
         self.rank = self.player.rank
         steps = [step for chunk in self.chunks for step in chunk]
         self.static = [step.program.part.static for step in steps]
