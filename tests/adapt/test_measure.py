@@ -38,6 +38,7 @@ POLICIES = {
     "swap": Policy((LayerPolicy(Swap(4)),) * LAYERS),
 }
 ROOMY = 1 << 30
+SLOW = pytest.mark.slow
 
 
 class Run:
@@ -109,7 +110,7 @@ def tight(run: Run, share: float) -> int:
     return there + int(share * needed)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=SLOW), True])
 def test_a_step_measured_where_it_would_not_fit_predicts_peak_and_time(autocast: bool) -> None:
     run = Run(autocast=autocast, batch=16)
     capacity = tight(run, 0.5)
@@ -240,9 +241,6 @@ def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], 
         else:
             step(batches)
     return [*found, *(parameter.detach().cpu() for parameter in model.parameters())], measuring
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ POLICIES = [
 @pytest.mark.parametrize(
     ("degrees", "precision"),
     [
-        (Degrees(shard=2), SINGLE),
+        pytest.param(Degrees(shard=2), SINGLE, marks=pytest.mark.slow),
         (Degrees(pipeline=2), SINGLE),
         pytest.param(Degrees(shard=2), MIXED, marks=pytest.mark.slow),
         pytest.param(Degrees(pipeline=2), MIXED, marks=pytest.mark.slow),

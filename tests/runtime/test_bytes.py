@@ -93,7 +93,12 @@ def pattern_of(name: str) -> Pattern:
     return Pattern(name.replace(".", r"\.").replace("[*]", r"\[\*\]"))
 
 
-CASES = [(name, autocast) for name in MODELS for autocast in (False, True)]
+CASES = [
+    # Experts have many operators, and casts make the harder case of them.
+    pytest.param(name, autocast, marks=[pytest.mark.slow] if (name, autocast) == ("mixtral", False) else [])
+    for name in MODELS
+    for autocast in (False, True)
+]
 
 
 @pytest.mark.parametrize(("name", "autocast"), CASES, ids=lambda value: {True: "autocast", False: "fp32"}.get(value))

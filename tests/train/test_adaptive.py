@@ -71,7 +71,8 @@ def agreed(adapted: list[Ran]) -> Ran:
 
 
 def test_ranks_that_share_matrices_switch_together_to_a_policy_for_a_budget(ranks: Ranks) -> None:
-    ran = agreed(both(ranks, {**data(1, 2), **TENSOR, **LONG}, budget="6MiB"))
+    few = {"model.model_config.num_layers": 2}
+    ran = agreed(both(ranks, {**data(1, 2), **TENSOR, **LONG, **few}, budget="4MiB"))
     assert set(ran.decisions) != {"keep"}
 
 
