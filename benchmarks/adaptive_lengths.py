@@ -20,6 +20,7 @@ of the mean. The run is given each step and its tokens: ``run.step(step, tokens=
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -49,6 +50,7 @@ class Training:
         shape = Shape(
             layers=layers, sequence=LONGEST, hidden=128, intermediate=448, heads=2, vocabulary=500, factor=FACTOR
         )
+        gc.collect()  # the model before this one
         use_machine(FACTOR)
         tide.configure(capacity=PLENTY)
         self.model = llama(shape).to("tide")
