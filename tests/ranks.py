@@ -1,14 +1,8 @@
-"""Processes that stay up and run programs together, over gloo on loopback.
-
-Between two programs they are halted: each process group of gloo has a thread that wakes up all the time, and after some
-tests there are dozens.
-"""
+"""Processes that stay up and run programs together, over gloo on loopback."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -34,7 +28,6 @@ class Ranks:
         """What ``program(*args)`` gives on each rank."""
         if not self.processes:
             self._start()
-        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((program, args))
         answers, errors = [], []
@@ -47,7 +40,6 @@ class Ranks:
         if errors:
             self.stop()
             raise AssertionError("\n".join(errors))
-        self._signal(signal.SIGSTOP)
         return answers
 
     def stop(self) -> None:
@@ -56,12 +48,7 @@ class Ranks:
             process.join()
         self.processes, self.pipes = [], []
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            os.kill(process.pid, number)
-
     def _start(self) -> None:
-        atexit.register(self.stop)  # who is halted hears no request to end
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         for rank in range(self.size):
