@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 
 MOST_GROUPS = 16
 """Each process group of gloo has a thread that wakes up all the time: with more of them, other processes take over."""
-PATIENCE = 240  # seconds; the machine is shared, and up to four processes start at once
+PATIENCE = 600  # seconds; the machine is shared, and up to four processes start at once
 
 
 class Ranks:

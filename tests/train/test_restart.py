@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 400  # seconds; the machine is shared
 CALLBACKS = (
     "callbacks=[{type: MFLossMonitor, per_print_times: 10}, {type: CheckpointMonitor, save_checkpoint_steps: 5}]"
 )
@@ -19,21 +20,21 @@ CALLBACKS = (
 def test_a_killed_rank_costs_no_step_and_no_checkpoint(tmp_path: Path) -> None:
     example = ROOT / "examples" / "train_swap_default.yaml"
     command = [sys.executable, "-m", "lowtide", "train", str(example), "--nproc", "2", "--max-restarts", "1", "--json"]
-    command += ["--set", CALLBACKS, "--set", "runner_config.stop_step=20"]
+    command += ["--set", CALLBACKS, "--set", "runner_config.stop_step=40"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     metrics, lock = tmp_path / "output" / "metrics.jsonl", tmp_path / "output" / "run.lock"
     run = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE
         while not (metrics.exists() and metrics.read_text().count("\n") >= 8):
             assert time.monotonic() < end, "no step in time"
             assert run.poll() is None, run.communicate()
             time.sleep(0.02)
         first = int(lock.read_text().split()[1])  # rank 0 holds the directory
         os.kill(first, signal.SIGKILL)
-        out, err = run.communicate(timeout=120)
+        out, err = run.communicate(timeout=PATIENCE)
     finally:
         run.kill()
     assert run.returncode == 0, err[-3000:]
@@ -41,7 +42,7 @@ def test_a_killed_rank_costs_no_step_and_no_checkpoint(tmp_path: Path) -> None:
     assert result["resumed_from"] % 5 == 0
     assert result["resumed_from"] >= 5
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 21))
+    assert steps == list(range(1, 41))
     assert int(lock.read_text().split()[1]) != first
     log = (tmp_path / "output" / "logs" / "worker_1.log").read_text()
     assert "was started again after a failure: continues from" in log
