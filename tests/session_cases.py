@@ -16,7 +16,7 @@ import lowtide
 import tide
 from lowtide.adapt.session import Adaptive
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
-from sweep_cases import SHARES, Outcome, Subject, phase_of, settled, single
+from sweep_cases import SHARES, Outcome, Subject, alone, phase_of, settled
 from tide import faults
 
 __all__ = ["in_session", "session_of"]
@@ -30,15 +30,10 @@ FIXED = Policy(
 
 def session_of(model: str, stride: int) -> list[Outcome]:
     """A model in a process of its own."""
-    torch.set_num_threads(1)
-    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
-    subject = single(model, "none")
-    gc.collect()
-    gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
-    return in_session(subject, stride)
+    return in_session(alone(model, "none"), stride)
 
 
-def in_session(subject: Subject, stride: int = 1, offset: int = 0) -> list[Outcome]:
+def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
     """Every ``stride``-th allocation of a step of an adaptive run, one step each."""
     subject.rescue.remove()
     subject.begin()
@@ -56,11 +51,12 @@ def in_session(subject: Subject, stride: int = 1, offset: int = 0) -> list[Outco
     run = lowtide.adapt(subject.model, subject.optimizer, policy=FIXED, layers="layers", verbose=False)
     for _ in range(run.settings.profiling_steps + 1):
         losses.append(_stepped(subject, run, lambda: None).cpu())
+    undisturbed = len(losses)
     marks = {**subject.marks, "optimizer": allocations}
     subject.optimizer.zero_grad()
     gc.collect()
     before = int(torch.accelerator.memory_allocated())
-    for turn, number in enumerate(range(1 + offset, marks["optimizer"] + 1, stride)):
+    for turn, number in enumerate(range(1, marks["optimizer"] + 1, stride)):
         nbytes = int(SHARES[turn % len(SHARES)] * subject.activations)
         outcome = Outcome(f"session, allocation {number}, {nbytes} bytes", phase_of(number, marks))
         outcomes.append(outcome)
@@ -81,7 +77,7 @@ def in_session(subject: Subject, stride: int = 1, offset: int = 0) -> list[Outco
     hook.remove()
     run.remove()
     subject.optimizer.zero_grad()
-    _compare(subject, losses, outcomes)
+    _compare(subject, losses, undisturbed, outcomes)
     return outcomes
 
 
@@ -102,15 +98,14 @@ def _stepped(subject: Subject, run: Adaptive, disturb: Callable[[], None]) -> Te
     return loss
 
 
-def _compare(subject: Subject, losses: list[Tensor], outcomes: list[Outcome]) -> None:
-    """Run the same steps without lowtide, and note where they differ."""
+def _compare(subject: Subject, losses: list[Tensor], undisturbed: int, outcomes: list[Outcome]) -> None:
+    """Run the same steps without lowtide, and note where they differ; what does so early counts for the first."""
     ended = subject.values()
     subject.begin()
     plain = [subject.step() for _ in losses]
     subject.optimizer.zero_grad()
-    first = len(losses) - len(outcomes) if not (outcomes and outcomes[-1].died) else len(losses) - len(outcomes) + 1
     for place, (loss, expected) in enumerate(zip(losses, plain, strict=True)):
         if not torch.equal(loss, expected.cpu()):
-            outcomes[max(0, place - first)].different.append("loss")
+            outcomes[max(0, place - undisturbed)].different.append("loss")
     if outcomes and not outcomes[-1].died:
         outcomes[-1].different += subject.values().differ(ended)

@@ -39,6 +39,7 @@ __all__ = [
     "SHARES",
     "Outcome",
     "Subject",
+    "alone",
     "on_ranks",
     "phase_of",
     "rescued",
@@ -145,7 +146,7 @@ class Subject:
         """After each phase of an undisturbed step, how many allocations there were."""
         self._begin(armed)
         faults.disarm()
-        self.rescue.run(lambda: self.step())
+        self.rescue.run(self.step)
         self.optimizer.zero_grad()
         return dict(self.marks)
 
@@ -231,11 +232,7 @@ def _step_of(optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) ->
 
 def rescued(model: str, policy: str, stride: int) -> list[Outcome]:
     """Every ``stride``-th allocation of a step in a process of its own, armed and disarmed."""
-    torch.set_num_threads(1)
-    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
-    subject = single(model, policy)
-    gc.collect()
-    gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
+    subject = alone(model, policy)
     outcomes = []
     for armed in (True, False):
         marks = subject.allocations(armed)
@@ -246,6 +243,16 @@ def rescued(model: str, policy: str, stride: int) -> list[Outcome]:
                 subject.rescue.remove()
                 subject = single(model, policy)
     return outcomes
+
+
+def alone(model: str, policy: str) -> Subject:
+    """A model that has a process to itself."""
+    torch.set_num_threads(1)
+    gc.disable()  # what the cycle collector finds is no concern here, and it takes longer than the steps
+    subject = single(model, policy)
+    gc.collect()
+    gc.freeze()  # what is there for good need not be looked at each time that a failed step is swept up
+    return subject
 
 
 def single(model_name: str, policy: str) -> Subject:

@@ -88,13 +88,10 @@ def decide(
     if plan.feasible:
         reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
         return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
-    if room is None or plan.least <= room:
-        reason = (
-            f"nothing fits the device size of {format_bytes(budget)}, the least is {format_bytes(plan.least)}: every"
-            " layer is recomputed"
-        )
-        return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
     least = f"the least is {format_bytes(plan.least)}"
+    if room is None or plan.least <= room:
+        reason = f"nothing fits the device size of {format_bytes(budget)}, {least}: every layer is recomputed"
+        return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
     if plan.least <= room + situation.lost:
         reason = f"what was missing leaves {format_bytes(budget)}, {least}: the Policy that takes least"
         return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)

@@ -155,12 +155,6 @@ class _Stored:
     def __del__(self) -> None:
         self.book._gone(self)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are on the device."""
-        held = self._held()
-        return held[0].untyped_storage().nbytes() if held else 0
-
     def alone(self) -> bool:
         """Whether nobody but the handles holds a tensor of the storage."""
         held = self._held()

@@ -246,10 +246,10 @@ class Adaptive:
 
     def _arm(self, rescue: Rescue) -> None:
         """Watch every operator where the step could not be repeated, or where memory is known to be short."""
-        plain = self.decided is not None and self.decided.policy is not None and self._bucket not in self.lacking
+        decided = self.decided
+        plain = decided is not None and decided.policy is not None and self._bucket not in self.lacking
         (rescue.disarm if plain and self._can_repeat else rescue.arm)()
-        fits = self.decided is not None and self.decided.plan.feasible
-        rescue.watermark = self.decided.budget if self.decided is not None and fits else None
+        rescue.watermark = decided.budget if decided is not None and decided.plan.feasible else None
 
     @property
     def _can_repeat(self) -> bool:

@@ -42,7 +42,7 @@ class AdaptSettings:
     multiple: float = 1.0
     """How many times the bytes that were missing the rescue sends away."""
     error: float = 0.05
-    """How far a step's memory or time may be from what was planned, as a share, before a new plan is made."""
+    """How far a step's memory may be above what was planned, as a share, before a new plan is made."""
     replan_every: int = 20
     """Steps between two plans. The first new plans may come sooner: a plan that was wrong is replaced after two steps,
     and each time after twice as many, until it is this."""

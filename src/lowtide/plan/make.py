@@ -102,14 +102,12 @@ def make_plan(
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
     kept = options[0]
+    found, solve_seconds = _Found([], kept.simulation.seconds, None, []), 0.0  # nothing is faster than to do nothing
     if not kept.fits or fixed is not None:
         load_solver()
-    begin, search.simulating = time.perf_counter(), 0.0
-    if kept.fits and fixed is None:
-        found = _Found([], kept.simulation.seconds, None, [])  # nothing is faster than to do nothing
-    else:
+        begin, search.simulating = time.perf_counter(), 0.0
         found = search.fit(kept.simulation, swap=swap, recompute=recompute)
-    solve_seconds = time.perf_counter() - begin - search.simulating
+        solve_seconds = time.perf_counter() - begin - search.simulating
     options += found.options
     if pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
         progress("polishing")
