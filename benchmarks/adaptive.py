@@ -25,8 +25,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -127,7 +129,10 @@ def main() -> int:
         f" with everything kept, {full * 1e3:.2f} ms with every layer recomputed: at most {full / ceiling:.3f} times",
         highlight=False,
     )
-    points = [point(layers, share, static + int(share * (kept - static)), expected, trace, console) for share in shares]
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as processes:
+        capacities = {share: static + int(share * (kept - static)) for share in shares}
+        begun = [processes.submit(point, layers, *one, expected, trace) for one in capacities.items()]
+        points = [_shown(one.result(), console) for one in begun]
     at_60 = next(one for one in points if one["share"] == 0.6)
     result = {
         "worst_over_optimum": round(max(one["seconds"] / one["optimum"] for one in points) - 1, 5),
@@ -136,7 +141,7 @@ def main() -> int:
         "worst_steps_to_final": max(one["final"] for one in points),
         "not_bitwise": sum(one["not_bitwise"] for one in points),
         "ceiling": round(full / ceiling, 4),
-        "races": len(tide.races()),
+        "races": len(tide.races()) + sum(one["races"] for one in points),
         "points": points,
         "seconds": round(time.perf_counter() - begin),
     }
@@ -161,11 +166,9 @@ def perfect(training: Training) -> Trace:
     return measuring.trace()
 
 
-def point(
-    layers: int, share: float, capacity: int, expected: list[float], trace: Trace, console: Console
-) -> dict[str, Any]:
-    """One capacity."""
-    gc.collect()
+def point(layers: int, share: float, capacity: int, expected: list[float], trace: Trace) -> dict[str, Any]:
+    """One capacity, in a process of its own."""
+    torch.set_num_threads(1)
     training = Training(layers)
     tide.configure(capacity=capacity)
     run = lowtide.adapt(training.model, training.optimizer, verbose=False)
@@ -183,7 +186,7 @@ def point(
     gc.collect()
     best = make_plan(trace, capacity, link_of(torch.device("tide"), kernels_of(trace)))
     optimum, _ = with_policy(layers, best.policy)
-    found = {
+    return {
         "share": share,
         "capacity": capacity,
         "budget": budget,
@@ -193,11 +196,15 @@ def point(
         "final": final,
         "rescued": rescued,
         "not_bitwise": wrong,
+        "races": len(tide.races()),
     }
+
+
+def _shown(found: dict[str, Any], console: Console) -> dict[str, Any]:
     console.print(
-        f"{share:4.0%} of the activations, {capacity / 2**20:5.0f} MiB: {found['seconds'] * 1e3:8.2f} ms a step,"
-        f" {found['seconds'] / optimum - 1:+.3%} of the optimum; final after step {final}, {rescued} rescues,"
-        f" {wrong} losses differ",
+        f"{found['share']:4.0%} of the activations, {found['capacity'] / 2**20:5.0f} MiB:"
+        f" {found['seconds'] * 1e3:8.2f} ms a step, {found['seconds'] / found['optimum'] - 1:+.3%} of the optimum;"
+        f" final after step {found['final']}, {found['rescued']} rescues, {found['not_bitwise']} losses differ",
         highlight=False,
     )
     return found

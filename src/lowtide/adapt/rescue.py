@@ -82,6 +82,8 @@ class Rescue:
         self._inside = self._spoilt = self._agreed = False
         self._ceiling: int | None = None
         """A watermark for a step that is begun anew."""
+        self._needed = 0
+        """What an operator, for which no more room could be made, would have brought the allocated bytes to."""
         self._changing: frozenset[str] | None = None
         self._applied: list[Applied] = []
         try:
@@ -130,10 +132,10 @@ class Rescue:
                 self._prepare_to_repeat(beginning, why)
         finally:
             self._ceiling = None
+        least = f"; at least {format_bytes(self._needed)} are needed, and maybe more further on" if self._needed else ""
         raise RescueError(
-            f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with"
-            f" {format_bytes(torch.accelerator.memory_allocated())} allocated between steps; recompute or swap more, or"
-            " make the batch smaller"
+            f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with everything on the"
+            f" host that could leave{least}; make the batch smaller, or share the model among more devices"
         )
 
     def _alone(self, why: str) -> str:
@@ -234,6 +236,7 @@ class Rescue:
         """There is no more room to be made for an operator: should the step be repeated, leave more room before it."""
         allocated = torch.accelerator.memory_allocated()
         self._ceiling = max(0, min(allocated, self._ceiling or allocated) - 2 * missing)
+        self._needed = allocated + missing
         self.counts.note(f"{operator} lacked {format_bytes(missing)}, and nothing was left to send away")
 
     # Where it acts.
