@@ -12,8 +12,8 @@ both with dropout.
   operators: it is measured and planned, and then each k has a step of it, for every k.
 - Its rescue alone, under no Policy, full recompute, and a mixed one that swaps and recomputes single operators; armed,
   and disarmed: every 7th k, always from the same state.
-- The rescue on two ranks (FSDP2, a pipeline of two with 1F1B, and split matrices), where the memory of one of them
-  shrinks and both are armed: every 301st k for each x.
+- Runs of ``lowtide.adapt`` on two ranks (FSDP2, a pipeline of two with 1F1B, and split matrices), where the memory of
+  one of them shrinks, in turns: every 101st k of each.
 
 Compared are the loss, parameters, optimizer states and generators; races and leaks are counted. ``hung`` counts ranks
 that gave no answer, ``died`` steps that ended in an error. ``host_us_armed``: what the armed rescue costs for each
@@ -43,10 +43,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from lowtide._torch_private import TorchDispatchMode
 from lowtide.adapt.rescue import Rescue
 from ranks import Ranks
-from session_cases import session_of
-from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, SHARES, Outcome, on_ranks, rescued
+from session_cases import session_of, session_on_ranks
+from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, rescued
 
-RESCUE_STRIDE, RANKS_STRIDE = 7, 301
+RESCUE_STRIDE, RANKS_STRIDE = 7, 101
 QUICK_STRIDE, QUICK_RESCUE_STRIDE, QUICK_RANKS_STRIDE = 41, 97, 600
 console = Console(stderr=True, width=140)
 
@@ -68,25 +68,23 @@ def in_one_process(stride: int, rescue_stride: int) -> dict[str, list[Outcome]]:
 
 
 def on_two_ranks(stride: int) -> tuple[dict[str, list[Outcome]], int]:
-    """Both layouts, either rank failing; and how often a rank did not answer."""
+    """Adaptive runs of two ranks that fail in turns; and how often one did not answer."""
     ranks, hung = Ranks(2), 0
     found: dict[str, list[Outcome]] = {}
-    for turn, (layout, failing) in enumerate(product(LAYOUTS, (0, 1))):
-        key = f"{layout}, rank {failing} fails, armed"
-        found[key] = []
-        for number, share in enumerate(SHARES):
-            offset = (number * stride // len(SHARES) + turn) % stride
-            try:
-                answers = ranks.run(on_ranks, layout, failing, offset, stride, share)
-            except AssertionError as error:
-                text = str(error)
-                hung += text.count("no answer")
-                console.print(f"{key}, x {share}: {text[-600:]}", style="red", markup=False)
-                found[key].append(Outcome(key, "forward", died=text))
-                continue
-            found[key] += answers[failing]
-            console.print(f"{key}, x {share:.3f}: {counts_of(answers[failing])}", highlight=False)
-            found[key] += [one for one in answers[1 - failing] if not one.exact]  # the other must not be touched
+    for layout in LAYOUTS:
+        key = f"{layout}, adaptive run"
+        try:
+            answers = ranks.run(session_on_ranks, layout, stride)
+        except AssertionError as error:
+            text = str(error)
+            hung += text.count("no answer")
+            console.print(f"{key}: {text[-600:]}", style="red", markup=False)
+            found[key] = [Outcome(key, "forward", died=text)]
+            continue
+        of_failing = [answers[turn % 2][turn] for turn in range(len(answers[0]))]
+        others = [answers[1 - turn % 2][turn] for turn in range(len(answers[0]))]
+        found[key] = of_failing + [one for one in others if not one.exact]  # which must not be touched
+        console.print(f"{key}: {counts_of(found[key])}", highlight=False)
     ranks.stop()
     return found, hung
 

@@ -10,22 +10,22 @@ import gc
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
 import tide
 from lowtide.adapt.session import Adaptive
+from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
-from sweep_cases import SHARES, Outcome, Subject, alone, phase_of, settled
+from sweep_cases import LAYOUTS, SHARES, Outcome, Subject, alone, phase_of, settled
 from tide import faults
 
-__all__ = ["in_session", "session_of"]
+__all__ = ["in_session", "session_of", "session_on_ranks"]
 
 OPERATORS = ("feed_forward_norm", "attention.wo")
-FIXED = Policy(
-    (LayerPolicy(Recompute()), LayerPolicy(rules=tuple(Rule(Pattern(one), Recompute()) for one in OPERATORS)))
-)
-"""Memory is plentiful before it shrinks, so that a plan would keep everything: some decisions are given."""
+FIXED = (LayerPolicy(Recompute()), LayerPolicy(rules=tuple(Rule(Pattern(one), Recompute()) for one in OPERATORS)))
+"""Memory is plentiful before it shrinks, so that a plan would keep everything: some decisions are given, in turns."""
 
 
 def session_of(model: str, stride: int) -> list[Outcome]:
@@ -33,8 +33,14 @@ def session_of(model: str, stride: int) -> list[Outcome]:
     return in_session(alone(model, "none"), stride)
 
 
+def session_on_ranks(layout: str, stride: int) -> list[Outcome]:
+    """A model on several ranks, one of which has less memory in each step, in turns."""
+    return in_session(LAYOUTS[layout](), stride)
+
+
 def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
-    """Every ``stride``-th allocation of a step of an adaptive run, one step each."""
+    """Every ``stride``-th allocation of a step of an adaptive run, one step each; of several ranks, of each of them."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     subject.rescue.remove()
     subject.begin()
     losses: list[Tensor] = []
@@ -48,7 +54,7 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
 
     # Before the run's own hooks: when the optimizer has stepped, memory is there again.
     hook = subject.optimizer.register_step_post_hook(stepped)
-    run = lowtide.adapt(subject.model, subject.optimizer, policy=FIXED, layers="layers", verbose=False)
+    run = _adapted(subject)
     for _ in range(run.settings.profiling_steps + 1):
         losses.append(_stepped(subject, run, lambda: None).cpu())
     undisturbed = len(losses)
@@ -56,16 +62,26 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
     subject.optimizer.zero_grad()
     gc.collect()
     before = int(torch.accelerator.memory_allocated())
-    for turn, number in enumerate(range(1, marks["optimizer"] + 1, stride)):
-        nbytes = int(SHARES[turn % len(SHARES)] * subject.activations)
-        outcome = Outcome(f"session, allocation {number}, {nbytes} bytes", phase_of(number, marks))
+    for turn in range(-(-_most(allocations) // stride) * size):
+        failing, place = turn % size, turn // size
+        number = 1 + place * stride % marks["optimizer"]
+        nbytes = int(SHARES[place % len(SHARES)] * subject.activations)
+        what = f"allocation {number}, {nbytes} bytes" if rank == failing else f"rank {failing} fails"
+        outcome = Outcome(f"session, {what}", phase_of(number, marks))
         outcomes.append(outcome)
         tide.clear_races()
         events = len(run.events)
+
+        def disturb(number: int = number, nbytes: int = nbytes, here: bool = rank == failing) -> None:
+            if here:
+                faults.shrink_capacity(number, nbytes)
+
         try:
-            losses.append(_stepped(subject, run, lambda: faults.shrink_capacity(number, nbytes)).cpu())  # noqa: B023
+            losses.append(_stepped(subject, run, disturb).cpu())
         except Exception as error:
             outcome.died = f"{type(error).__name__}: {error} {run.rescue and run.rescue.counts.reasons[-3:]}"
+            if size > 1:
+                raise RuntimeError(str(outcome)) from error
             break
         finally:
             faults.disarm()
@@ -79,6 +95,34 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
     subject.optimizer.zero_grad()
     _compare(subject, losses, undisturbed, outcomes)
     return outcomes
+
+
+def _adapted(subject: Subject) -> Adaptive:
+    pipeline = subject.pipeline
+    layers = (
+        sum(len(chunk) for stage in pipeline.placement for chunk in stage)
+        if pipeline
+        else len(find_layers(subject.model, "layers").modules)
+    )
+    fixed = Policy(tuple(FIXED[layer % len(FIXED)] for layer in range(layers)))
+    stage = dist.get_rank() if pipeline else 0
+    return lowtide.adapt(
+        subject.model,
+        subject.optimizer,
+        policy=fixed,
+        layers="layers",
+        pipeline=pipeline,
+        stage=stage,
+        verbose=False,
+    )
+
+
+def _most(allocations: int) -> int:
+    """The most of any rank."""
+    most = torch.tensor(allocations)
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def _stepped(subject: Subject, run: Adaptive, disturb: Callable[[], None]) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import tide
 from lowtide._torch_private import inner_tensor, scoped_library
 from lowtide.adapt.rescue import Rescue
+from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
@@ -52,6 +53,8 @@ MODELS = ("reference", "reference_moe")
 """Like Llama, and with experts; both with dropout."""
 SHARES = (1 / 4, 1 / 64, 1 / 8, 1 / 16)
 """Of the activations' peak: by so much the capacity drops below what is allocated, in turns."""
+MICRO_BATCHES = 4
+"""Of a pipeline."""
 PHASES = ("forward", "backward", "optimizer")
 MIXED = (
     LayerPolicy(
@@ -112,9 +115,14 @@ class Subject:
     """A model whose one step is run again and again from the same state."""
 
     def __init__(
-        self, model: nn.Module, step: Callable[[Subject], Tensor], optimizer: torch.optim.Optimizer, rescue: Rescue
+        self,
+        model: nn.Module,
+        step: Callable[[Subject], Tensor],
+        optimizer: torch.optim.Optimizer,
+        rescue: Rescue,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self.model, self.optimizer, self.rescue = model, optimizer, rescue
+        self.model, self.optimizer, self.rescue, self.pipeline = model, optimizer, rescue, pipeline
         self._step = step
         self.marks: dict[str, int] = {}
         self.peak = 0
@@ -296,9 +304,9 @@ def pipelined() -> Subject:
         model.norm = model.head = None
     model.to("tide")
     stage = PipelineStage(model, rank, size, torch.device("tide"))
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tokens = tokens_of(0, batch=4).to("tide")
+    tokens = tokens_of(0, batch=MICRO_BATCHES).to("tide")
 
     def step(subject: Subject) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -313,7 +321,8 @@ def pipelined() -> Subject:
         subject.mark("optimizer")
         return torch.stack(losses).detach() if losses else torch.zeros(1)
 
-    return Subject(model, step, optimizer, Rescue(model, [optimizer], layers="layers"))
+    pipeline = even_pipeline(3 * size, stages=size, micro_batches=MICRO_BATCHES)
+    return Subject(model, step, optimizer, Rescue(model, [optimizer], layers="layers"), pipeline)
 
 
 def tensor_parallel() -> Subject:

@@ -231,10 +231,8 @@ def saved_operands(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...
     return (saved.data, node._raw_saved_other.data) if saved.unpack_hook is unpack else ()
 
 
-def current_backward() -> int:
-    """A number for the backward that runs on this thread; -1 if none does."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""A number for the backward that runs on this thread; -1 if none does."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -16,7 +16,8 @@ import tide
 from lowtide import LayerPolicy, Policy, Recompute
 from lowtide.adapt.record import load_record
 from lowtide.adapt.session import Adaptive
-from session_cases import in_session
+from ranks import Ranks
+from session_cases import in_session, session_on_ranks
 from sweep_cases import single
 from tiny_models import tiny
 
@@ -131,6 +132,15 @@ def test_memory_that_shrinks_in_step_after_step_changes_no_bit() -> None:
     assert [str(one) for one in outcomes if not one.exact] == []
     assert {one.phase for one in outcomes} >= {"forward", "backward"}
     assert sum(one.line > 0 for one in outcomes) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2", "tp2"])
+def test_memory_that_shrinks_on_one_rank_changes_no_bit_and_hangs_no_other(ranks: Ranks, layout: str) -> None:
+    seen = ranks.run(session_on_ranks, layout, 300)
+    assert [str(one) for outcomes in seen for one in outcomes if not one.exact] == []
+    for turn, outcomes in enumerate(zip(*seen, strict=True)):
+        assert [one.line for one in outcomes] == [2 * (turn % 2 == rank) for rank in range(2)]
 
 
 def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:

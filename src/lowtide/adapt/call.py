@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +15,14 @@ from lowtide.adapt.settings import PROFILING_STEPS, AdaptSettings
 from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
+    from lowtide.plan.pipeline import Pipeline
     from lowtide.policy import Policy
 
 __all__ = ["adapt"]
 
 
 def adapt(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | None = None,
     *,
     budget: int | str = "auto",
@@ -29,6 +31,8 @@ def adapt(
     swap: bool = True,
     policy: Policy | None = None,
     layers: str | None = None,
+    pipeline: Pipeline | None = None,
+    stage: int = 0,
     directory: str | Path | None = None,
     verbose: bool = True,
 ) -> Adaptive:
@@ -38,6 +42,9 @@ def adapt(
     within ``budget`` is put to work. ``"auto"`` is all that the device gives. Where an allocation fails, tensors go to
     the host and the operator, or the step, is repeated, unless ``rescue`` is False. ``policy`` holds decisions that
     stay as they are. What was measured and planned is saved in ``directory``.
+
+    Every rank of a process group calls this. In a pipeline ``model`` is the rank's part, or the list of its parts,
+    ``pipeline`` says which layers are where, and ``stage`` which of them are here.
 
     Around a loop, where each ``optimizer.step()`` ends a step::
 
@@ -64,11 +71,13 @@ def adapt(
     # By name: what is shown stands above what is done.
     terminal = import_module("lowtide.report.adapt")
     run = Adaptive(
-        [model],
+        [model] if isinstance(model, nn.Module) else model,
         [optimizer] if optimizer is not None else [],
         settings,
         fixed=policy,
         layers=layers,
+        pipeline=pipeline,
+        stage=stage,
         directory=Path(directory) if directory is not None else None,
         say=terminal.say,
         report=terminal.print_report,

@@ -74,7 +74,7 @@ class Agreement:
         if self.group is None:
             return [mine]
         found = torch.empty(len(self.ranks), dtype=torch.int64)
-        dist.all_gather_into_tensor(found, torch.tensor([mine], dtype=torch.int64), group=self.group)
+        dist.all_gather_single(found, torch.tensor([mine], dtype=torch.int64), group=self.group)
         return [int(number) for number in found.tolist()]
 
     def close(self) -> None:

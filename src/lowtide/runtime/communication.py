@@ -203,7 +203,7 @@ class _Slice:
     def tensor(self) -> Tensor:
         with torch.no_grad():
             whole = self.piece.new_empty(self.shape)
-            dist.all_gather_into_tensor(whole.view(-1), self.piece, group=self.group)
+            dist.all_gather_single(whole.view(-1), self.piece, group=self.group)
             return whole if self.wrap is None else self.wrap(whole)
 
 
@@ -225,7 +225,7 @@ def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
         places = torch.arange(1, mine.numel() + 1, device=mine.device)
         digest = torch.stack([mine.sum(), (mine * places).sum(), torch.full_like(mine.sum(), int(able))])
         everyone = digest.new_empty(group.size() * digest.numel())
-        dist.all_gather_into_tensor(everyone, digest, group=group)
+        dist.all_gather_single(everyone, digest, group=group)
         rows = everyone.view(group.size(), -1)
         return bool(able and (rows == rows[0]).all())
 

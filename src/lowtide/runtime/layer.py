@@ -110,7 +110,8 @@ def timed_again(forward: Function, ledger: Ledger, line: Line) -> Function:
     def timed(*args: Any, **kwargs: Any) -> Any:
         if current_backward() == -1:
             return forward(*args, **kwargs)
-        device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+        given = args[0] if args else None
+        device = given.device if type(given) is Tensor else _device_of((args, kwargs))
         begin = ledger.begin(device)
         line.recomputes += 1
         try:
@@ -119,6 +120,10 @@ def timed_again(forward: Function, ledger: Ledger, line: Line) -> Function:
             ledger.end(line, device, begin)
 
     return timed
+
+
+def _device_of(given: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors_of(given)), torch.device("cpu"))
 
 
 def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: SwapManager) -> Function:
