@@ -155,11 +155,16 @@ def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:
     run.remove()
 
 
+SCARCE = {"layers": 4, "hidden_size": 256, "intermediate_size": 896, "vocab_size": 2000}
+TOO_LITTLE = 98 << 20
+"""For any Policy of such a model, though not for steps in which everything leaves that can."""
+
+
 @pytest.mark.slow
 def test_a_device_that_is_too_small_is_told_what_would_do_and_that_does() -> None:
     def trained(capacity: int) -> Adaptive:
         gc.collect()
-        training = Training(layers=4, hidden_size=256, intermediate_size=896, vocab_size=2000)
+        training = Training(**SCARCE)
         tide.configure(capacity=capacity)
         run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False)
         try:
@@ -170,13 +175,36 @@ def test_a_device_that_is_too_small_is_told_what_would_do_and_that_does() -> Non
         return run
 
     with pytest.raises(lowtide.PlanError, match="nothing fits") as raised:
-        trained(98 << 20)
+        trained(TOO_LITTLE)
     told = re.search(r"\((\d+) bytes\) works", str(raised.value))
     assert told is not None
     del raised  # it holds the model that did not fit
     run = trained(int(told[1]))
     assert run.plan is not None
     assert run.plan.feasible
+
+
+@pytest.mark.slow
+def test_a_batch_that_fits_no_plan_runs_with_everything_on_the_host_that_can_leave() -> None:
+    lengths = [32, 64, 128, 32, 64, 128, 64, 128]
+
+    def trained(wrap: Callable[[Callable[[], float], int], float]) -> list[float]:
+        whole, losses = training.tokens, []
+        for length in lengths:
+            training.tokens = whole[:, :length]
+            losses.append(wrap(training.step, length))
+        return losses
+
+    training = Training(**SCARCE)
+    expected = trained(lambda step, _: step())
+    training = Training(**SCARCE)
+    tide.configure(capacity=TOO_LITTLE)
+    run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
+    assert trained(lambda step, length: run.step(step, tokens=length) or 0.0) == expected
+    assert run.plans[max(run.plans)].policy is None
+    assert any("too little for any plan" in event.text for event in run.events)
+    run.remove()
+    assert not tide.races()
 
 
 def test_what_was_measured_and_planned_is_saved(tmp_path: Path) -> None:

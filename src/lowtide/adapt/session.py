@@ -29,24 +29,25 @@ from torch.optim import Optimizer
 
 from lowtide.adapt.clock import Clock
 from lowtide.adapt.decide import Decided, Situation, decide, safe_policy
+from lowtide.adapt.journal import Journal
 from lowtide.adapt.lengths import Lengths
 from lowtide.adapt.machine import link_of
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.adapt.ranks import Ranks
-from lowtide.adapt.record import RECORD_FILE, AdaptEvent, AdaptRecord, AdaptStep, Kind, Phase, save_record
+from lowtide.adapt.record import AdaptRecord, AdaptStep, Kind, Phase
 from lowtide.adapt.rescue import Rescue
 from lowtide.adapt.settings import AdaptSettings
+from lowtide.adapt.stepped import Stepped
+from lowtide.adapt.watch import PATIENT, Watch
 from lowtide.errors import LowtideError, PolicyError
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.plan.plan import Plan
-from lowtide.plan.plan_file import save_plan
 from lowtide.plan.simulation import Simulation
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, Structure, apply
 from lowtide.trace.trace import kernels_of
-from lowtide.units import format_bytes
 
 __all__ = ["Adaptive"]
 
@@ -55,15 +56,6 @@ Result = TypeVar("Result")
 
 FIRST_MEASURED = 2
 """The first step makes the optimizer's states, and is not like the others."""
-SAVE_EVERY = 50
-"""Steps between two savings of the record."""
-SETTLING = 1
-"""Steps after a plan in which gradients still lie where other steps had room for them: what is missing then will not be
-missing later."""
-LEAST_LOST = 4 << 20
-"""Bytes that a plan gives up where an allocation failed, at least."""
-PATIENT = 5
-"""Steps in a row whose memory is not as planned before that counts; and steps between two questions to other ranks."""
 
 
 class _Ended(NamedTuple):
@@ -75,33 +67,6 @@ class _Ended(NamedTuple):
     peak: int
     phase: Phase
     rescued: int
-
-
-class _Stepped:
-    """An optimizer's ``step``, after which somebody is told."""
-
-    def __init__(self, optimizer: Optimizer, ended: Callable[[], None]) -> None:
-        self.optimizer, self.ended = optimizer, ended
-        self.before = vars(optimizer).get("step")
-        self.step = optimizer.step
-        self.listening = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.step(*args, **kwargs)
-        if self.listening:
-            self.ended()
-        return result
-
-    def attach(self) -> None:
-        self.optimizer.step = self  # type: ignore[method-assign]
-
-    def detach(self) -> None:
-        """Put back what was there; where somebody has wrapped it meanwhile, only be silent."""
-        self.listening = False
-        if vars(self.optimizer).get("step") is self:
-            del self.optimizer.step
-            if self.before is not None:
-                self.optimizer.step = self.before
 
 
 class Adaptive:
@@ -123,9 +88,18 @@ class Adaptive:
     ) -> None:
         self.parts, self.optimizers = tuple(parts), tuple(optimizers)
         self.settings = settings or AdaptSettings()
-        self.fixed, self.layers, self.directory, self.say, self.report = fixed, layers, directory, say, report
+        self.fixed, self.layers = fixed, layers
         self.clock = Clock(next((one.device for part in parts for one in part.parameters()), torch.device("cpu")))
         self.ranks = Ranks(stage)
+        self.journal = Journal(
+            directory,
+            say,
+            report,
+            self.clock.capacity,
+            verbose=self.settings.verbose,
+            first=self.ranks.first,
+        )
+        self.events, self.steps = self.journal.events, self.journal.steps
         counts = [len(find_layers(part, layers).modules) for part in self.parts]
         self.pipeline = pipeline or even_pipeline(sum(counts))
         self.chunks = self.pipeline.placement[stage]
@@ -165,20 +139,15 @@ class Adaptive:
         self.handles: list[Handle] = []
         self.kinds: list[dict[Structure, LayerKind]] = [{} for _ in self.parts]
         """What is known of the layers of each part."""
-        self.events: list[AdaptEvent] = []
-        self.steps: list[AdaptStep] = []
         self.number = 0
         """Steps that have ended."""
-        self.planned_at = -self.settings.replan_every
-        self.lost: dict[int, int] = {}
-        """Bytes that were missing, by the length that was planned."""
-        self.lacking: set[int] = set()
-        """The lengths in whose steps any were since they were planned."""
-        self.safe_peak = self.unlike = self.replans = 0
+        self.watch = Watch(self.settings.error, self.settings.replan_every)
+        self.safe_peak = 0
+        """The most that was allocated in a step under the safe Policy."""
         self._begin: Any = None
         self._pending: _Ended | None = None
         self._open: ExitStack | None = None
-        self._step: _Stepped | None = None
+        self._step: Stepped | None = None
         if self.rescue is not None:
             self.rescue.arm()
 
@@ -247,7 +216,7 @@ class Adaptive:
     def _arm(self, rescue: Rescue) -> None:
         """Watch every operator where the step could not be repeated, or where memory is known to be short."""
         decided = self.decided
-        plain = decided is not None and decided.policy is not None and self._bucket not in self.lacking
+        plain = decided is not None and decided.policy is not None and self._bucket not in self.watch.lacking
         (rescue.disarm if plain and self._can_repeat else rescue.arm)()
         rescue.watermark = decided.budget if decided is not None and decided.plan.feasible else None
 
@@ -290,19 +259,15 @@ class Adaptive:
             return
         number, begin, end, peak, phase, rescued = self._pending
         self._pending = None
-        self.steps.append(AdaptStep(number, self.clock.seconds(begin, end), peak, phase, rescued))
-        if number % SAVE_EVERY == 0:
-            self._save()
+        self.journal.ended(AdaptStep(number, self.clock.seconds(begin, end), peak, phase, rescued))
 
     def _count_rescues(self) -> int:
         if self.rescue is None:
             return 0
         counts = self.rescue.counts.taken()
         if counts.any:
-            planned = self.decided is not None and self.decided.policy is not None
-            if planned and self.number > self.planned_at + SETTLING:
-                self.lost[self._bucket] = self.lost.get(self._bucket, 0) + max(counts.missing, LEAST_LOST)
-                self.lacking.add(self._bucket)
+            if self.decided is not None and self.decided.policy is not None:
+                self.watch.missed(self._bucket, self.number, counts.missing)
             self._say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried + counts.repeated + counts.watermark
 
@@ -316,8 +281,7 @@ class Adaptive:
         self.lengths.add(self.tokens, trace)
         words = f" of {self.tokens} tokens" if self.tokens else ""
         self._say("measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
-        if self.directory is not None and self.ranks.first:
-            trace.save(self.directory / "trace.json")
+        self.journal.measured(trace)
         for one, kinds in zip(self.measuring, self.kinds, strict=True):
             kinds |= one.kinds()
             one.begin_anew()
@@ -335,7 +299,7 @@ class Adaptive:
     def _decide(self, bucket: int) -> Decided:
         """Make a plan of what was measured, on the first rank, for all of them."""
         self._use(None)
-        if not self.plans or bucket in self.lost:
+        if not self.plans or bucket in self.watch.lost:
             self._compact_once()
         trace = self.lengths.trace(bucket)
         assert trace is not None
@@ -347,7 +311,7 @@ class Adaptive:
             capacity=None if capacity is None else self.ranks.smallest(capacity),
             fixed=self.fixed,
             safe_peak=self.ranks.largest(self.safe_peak) if not bucket else 0,
-            lost=self.ranks.largest(self.lost.get(bucket, 0)),
+            lost=self.ranks.largest(self.watch.lost.get(bucket, 0)),
         )
         decided: Decided | None = None
         failed: LowtideError | None = None
@@ -360,21 +324,17 @@ class Adaptive:
         if (failed := self.ranks.all.from_first(failed)) is not None:
             raise failed
         agreed = self.ranks.decided(decided)
-        self.planned_at, self.unlike = self.number, 0
-        self.lacking.discard(bucket)
+        self.watch.planned(bucket, self.number)
         words = f" for {bucket} tokens" if bucket else ""
         policy = f": Policy {agreed.policy.digest[:12]}" if agreed.policy is not None else ""
         self._say("switched", f"{agreed.reason}{words}{policy}")
-        if self.ranks.first:
-            if self.report is not None and self.settings.verbose and len(self.plans) < 2:
-                self.report(agreed.plan)
-            self._save_plan(agreed)
+        self.journal.planned(agreed, shown=len(self.plans) < 2)
         return agreed
 
     @property
     def plan(self) -> Plan | None:
         """The last plan that was made."""
-        return next(reversed(self.plans.values())).plan if self.plans else None
+        return self.journal.plan
 
     def _compact_once(self) -> None:
         """Begin the next step with memory as a plan has it: when its first forward begins, old gradients are gone."""
@@ -418,61 +378,32 @@ class Adaptive:
         bucket, planned, words = self._bucket, simulation.reserved, "reserved"
         if bucket:  # segments that batches of other lengths took stay until the device asks for them back
             peak, planned, words = self.clock.peak_allocated(), simulation.peak, "allocated"
-        self.unlike = self.unlike + 1 if peak > planned * (1 + self.settings.error) else 0
-        reason = "memory was missing" if bucket in self.lacking else ""
-        if not reason and self.unlike >= PATIENT:
-            reason = f"{format_bytes(peak)} {words} where {format_bytes(planned)} were planned"
-            self.lost[bucket] = max(self.lost.get(bucket, 0), peak - planned)
-        # At once at first, when it is the plan that was wrong; then less and less often, down to what was asked for.
-        wait = min(self.settings.replan_every, (SETTLING + 1) << self.replans)
-        wanted = self.number - self.planned_at >= wait
+        reason = self.watch.wrong(bucket, peak, planned, words)
+        wanted = self.watch.may_replan(self.number)
         if self.ranks.all.alone:
             wanted = wanted and bool(reason)
         else:  # ranks ask each other now and then, not in every step: all of them in the same
             wanted = wanted and self.number % PATIENT == 0 and self.ranks.all.any_of([bool(reason)])[0]
         if wanted:
             self._say("replanned", reason or "another rank asked for it")
-            self.replans += 1
+            self.watch.replans += 1
             del self.plans[bucket]
 
     # Words.
 
     def _say(self, kind: Kind, text: str) -> None:
-        self.events.append(AdaptEvent(self.number, kind, text))
-        if self.settings.verbose and self.ranks.first:
-            self.say(f"step {self.number}: {text}")
+        self.journal.note(self.number, kind, text)
 
     @property
     def record(self) -> AdaptRecord:
         """What happened so far."""
-        plan = self.plan
-        return AdaptRecord(
-            events=tuple(self.events),
-            steps=tuple(self.steps),
-            plan="plan.json" if plan is not None and self.directory is not None else None,
-            budget=plan.budget if plan is not None else None,
-            capacity=self.clock.capacity(),
-        )
-
-    def _save(self) -> None:
-        if self.directory is not None and self.ranks.first:
-            save_record(self.record, self.directory / RECORD_FILE)
-
-    def _save_plan(self, decided: Decided) -> None:
-        if self.directory is None or decided.policy is None:
-            return
-        save_plan(decided.plan, self.directory / "plan.json")
-        (self.directory / "policy.json").write_text(decided.policy.to_json())
-        if decided.plan.yaml and decided.policy == decided.plan.policy:
-            (self.directory / "policy.yaml").write_text(decided.plan.yaml)
-        self._save()
+        return self.journal.record
 
     # Around a loop.
 
     def __enter__(self) -> Adaptive:
         if self.optimizers:
-            # Not a hook: what begins and ends with a step has hooks of its own there, and they are being gone through.
-            self._step = stepped = _Stepped(self.optimizers[-1], self._ended)
+            self._step = stepped = Stepped(self.optimizers[-1], self._ended)
             stepped.attach()
         if self._open is None:
             self.start()
@@ -509,7 +440,7 @@ class Adaptive:
             self._step.detach()
             self._step = None
         self._settle()
-        self._save()
+        self.journal.save()
         self._use(None)
         if self.rescue is not None:
             self.rescue.remove()
