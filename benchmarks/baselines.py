@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import lowtide
 from lowtide import LayerPolicy, Policy
 from lowtide.operators.layers import find_layers
+from lowtide.runtime.limits import Limits
 from models import Attached
 
 __all__ = [
@@ -50,13 +51,15 @@ __all__ = [
 PEER = "pip install --no-deps trl"
 
 
-def applied(policy: LayerPolicy | Policy) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
+def applied(
+    policy: LayerPolicy | Policy, limits: Limits | None = None
+) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
     """lowtide, with a Policy, or with one for each layer."""
 
     @contextmanager
     def attach(model: nn.Module) -> Iterator[Attached]:
         each = (policy,) * len(find_layers(model).modules) if isinstance(policy, LayerPolicy) else ()
-        handle = lowtide.apply(model, policy if isinstance(policy, Policy) else Policy(each))
+        handle = lowtide.apply(model, policy if isinstance(policy, Policy) else Policy(each), limits=limits)
         try:
             yield Attached(handle)
         finally:

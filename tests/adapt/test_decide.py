@@ -19,8 +19,22 @@ LEAST = make_plan(TRACE, 1, DEVICE).least
 PLENTY = 1 << 40
 
 
-def decided(capacity: int, *, lost: int = 0, budget: int | None = None, must_fit: bool = True) -> Decided:
-    situation = Situation(trace=TRACE, device=DEVICE, pipeline=even_pipeline(LAYERS), capacity=capacity, lost=lost)
+def decided(
+    capacity: int,
+    *,
+    lost: int = 0,
+    before: Decided | None = None,
+    budget: int | None = None,
+    must_fit: bool = True,
+) -> Decided:
+    situation = Situation(
+        trace=TRACE,
+        device=DEVICE,
+        pipeline=even_pipeline(LAYERS),
+        capacity=capacity,
+        lost=lost,
+        before=before,
+    )
     return decide(situation, AdaptSettings(budget=budget), must_fit=must_fit)
 
 
@@ -52,7 +66,21 @@ def test_what_was_missing_does_not_stop_a_run_that_fits() -> None:
     found = decided(enough, lost=enough // 2)
     assert not found.plan.feasible
     assert found.policy == found.plan.policy
+    assert found.scarce
     assert "what was missing" in found.reason
+
+
+def test_a_run_that_came_through_so_far_goes_on_with_what_took_least() -> None:
+    before = decided(LEAST + (4 << 20))
+    assert before.plan.feasible
+    assert not before.scarce
+    found = decided(LEAST // 2, lost=1, before=before)
+    assert found.scarce
+    assert found.policy is not None
+    assert found.plan.simulation.reserved <= before.plan.simulation.reserved
+    one_that_takes_more = decided(PLENTY)
+    found = decided(LEAST // 2, lost=1, before=one_that_takes_more)
+    assert found.policy != one_that_takes_more.policy
 
 
 def test_where_the_rescue_may_try_there_is_no_policy() -> None:

@@ -38,6 +38,8 @@ class Situation:
     """The most that was allocated in a step under the safe Policy."""
     lost: int = 0
     """Bytes that were missing since, where allocations failed."""
+    before: Decided | None = None
+    """What was decided until they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Decided:
     """What of the capacity was left free."""
     reason: str
     """In one sentence, for people."""
+    scarce: bool = False
+    """Whether memory may well be missing, so that the rescue should stay armed."""
 
 
 def safe_policy(layers: int, fixed: Policy | None = None) -> Policy:
@@ -74,7 +78,8 @@ def decide(
 
     A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. If
     nothing fits the device itself, PlanError says how much would be enough; unless ``must_fit`` is False, and then no
-    Policy is given, for the rescue to try.
+    Policy is given, for the rescue to try. A run that has come through so far, though memory was missing, is not
+    stopped: it goes on with what takes least.
     """
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
@@ -92,9 +97,14 @@ def decide(
     if room is None or plan.least <= room:
         reason = f"nothing fits the device size of {format_bytes(budget)}, {least}: every layer is recomputed"
         return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
-    if plan.least <= room + situation.lost:
-        reason = f"what was missing leaves {format_bytes(budget)}, {least}: the Policy that takes least"
-        return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
+    if situation.lost:
+        before = situation.before
+        if before is not None and before.policy is not None and before.plan.simulation.reserved <= plan.least:
+            plan, policy = before.plan, before.policy
+        else:
+            policy = plan.policy
+        reason = f"what was missing leaves {format_bytes(budget)}, too little for any plan: the Policy that takes least"
+        return Decided(plan=plan, policy=policy, budget=budget, margin=margin, reason=reason, scarce=True)
     if must_fit:
         enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
         raise PlanError(

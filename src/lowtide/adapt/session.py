@@ -130,6 +130,8 @@ class Adaptive:
         self.lengths = Lengths()
         self.plans: dict[int, Decided] = {}
         """What was decided for each length; 0 where batches have none."""
+        self.before: dict[int, Decided] = {}
+        """What was decided until that did not hold."""
         self.tokens = 0
         """Of the step that runs now."""
         self.measured = False
@@ -216,8 +218,8 @@ class Adaptive:
     def _arm(self, rescue: Rescue) -> None:
         """Watch every operator where the step could not be repeated, or where memory is known to be short."""
         decided = self.decided
-        plain = decided is not None and decided.policy is not None and self._bucket not in self.watch.lacking
-        (rescue.disarm if plain and self._can_repeat else rescue.arm)()
+        scarce = decided is None or decided.policy is None or decided.scarce or self._bucket in self.watch.lacking
+        (rescue.arm if scarce or not self._can_repeat else rescue.disarm)()
         rescue.watermark = decided.budget if decided is not None and decided.plan.feasible else None
 
     @property
@@ -312,6 +314,7 @@ class Adaptive:
             fixed=self.fixed,
             safe_peak=self.ranks.largest(self.safe_peak) if not bucket else 0,
             lost=self.ranks.largest(self.watch.lost.get(bucket, 0)),
+            before=self.before.get(bucket),
         )
         decided: Decided | None = None
         failed: LowtideError | None = None
@@ -387,7 +390,7 @@ class Adaptive:
         if wanted:
             self._say("replanned", reason or "another rank asked for it")
             self.watch.replans += 1
-            del self.plans[bucket]
+            self.before[bucket] = self.plans.pop(bucket)
 
     # Words.
 
