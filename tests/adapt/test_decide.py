@@ -11,6 +11,7 @@ from lowtide.adapt.decide import Decided, Situation, decide
 from lowtide.adapt.settings import AdaptSettings
 from lowtide.plan.make import make_plan
 from lowtide.plan.pipeline import even_pipeline
+from lowtide.units import format_seconds
 from traced_cases import DEVICE, hand_made_trace
 
 LAYERS = 8
@@ -81,6 +82,16 @@ def test_a_run_that_came_through_so_far_goes_on_with_what_took_least() -> None:
     one_that_takes_more = decided(PLENTY)
     found = decided(LEAST // 2, lost=1, before=one_that_takes_more)
     assert found.policy != one_that_takes_more.policy
+
+
+def test_what_watching_costs_is_part_of_the_plan() -> None:
+    pipeline = even_pipeline(LAYERS)
+    situation = Situation(trace=TRACE, device=DEVICE, pipeline=pipeline, capacity=PLENTY, watching=1e-5)
+    found = decide(situation, AdaptSettings())
+    kernels = sum(len(TRACE.parts[place].kernels) for place in TRACE.layers)
+    kernels += sum(len(part.kernels) for part in (TRACE.before, TRACE.after, TRACE.optimizer))
+    assert f"about {format_seconds(kernels * 1e-5)} of the host's time a step" in found.plan.notes[-1]
+    assert found.plan.notes[-1] in found.reason
 
 
 def test_where_the_rescue_may_try_there_is_no_policy() -> None:

@@ -85,6 +85,7 @@ def test_the_loop_itself_can_be_watched() -> None:
     with lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False) as run:
         losses = [training.step() for _ in range(9)]
         assert [event.kind for event in run.events] == ["measured", "switched"]
+        assert "every operator is watched" in run.events[-1].text  # nobody could repeat a step
     assert losses == expected
     assert [set(vars(module)) for module in training.model.modules()] == [set(one) for one in forwards]
 

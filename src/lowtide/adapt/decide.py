@@ -14,7 +14,7 @@ from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import simulate
 from lowtide.policy import LayerPolicy, Policy, Recompute
 from lowtide.trace.trace import Trace
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 __all__ = ["Decided", "Situation", "decide", "safe_policy"]
 
@@ -40,6 +40,8 @@ class Situation:
     """Bytes that were missing since, where allocations failed."""
     before: Decided | None = None
     """What was decided until they were."""
+    watching: float = 0.0
+    """Seconds of the host for each operator, where all of them are watched from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,18 @@ def decide(
     Policy is given, for the rescue to try. A run that has come through so far, though memory was missing, is not
     stopped: it goes on with what takes least.
     """
+    decided = _decide(situation, settings, progress, must_fit=must_fit)
+    if not situation.watching:
+        return decided
+    seconds = situation.watching * _operators(situation.trace, situation.pipeline)
+    note = f"every operator is watched for want of memory: about {format_seconds(seconds)} of the host's time a step"
+    plan = replace(decided.plan, notes=(*decided.plan.notes, note))
+    return replace(decided, plan=plan, reason=f"{decided.reason}; {note}")
+
+
+def _decide(
+    situation: Situation, settings: AdaptSettings, progress: Callable[[str], None], *, must_fit: bool
+) -> Decided:
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
     margin = _margin(situation, safe)
@@ -114,6 +128,13 @@ def decide(
         )
     reason = f"{format_bytes(budget)} are too little for any plan, {least}: tensors leave as they must"
     return Decided(plan=plan, policy=None, budget=budget, margin=margin, reason=reason)
+
+
+def _operators(trace: Trace, pipeline: Pipeline) -> int:
+    """How many kernels a rank runs in a step, as far as one is like the others."""
+    inside = sum(len(trace.parts[place].kernels) for place in trace.layers) // max(1, pipeline.stages)
+    outside = len(trace.before.kernels) + len(trace.after.kernels)
+    return (inside + outside) * pipeline.micro_batches + len(trace.optimizer.kernels)
 
 
 def _margin(situation: Situation, safe: Policy) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -199,6 +200,23 @@ class Rescue:
         for hook in self._on_layers:
             hook.remove()
         self._on_layers = []
+
+    def seconds_per_operator(self, calls: int = 100) -> float:
+        """What watching an operator costs on the host, tried out here and now; 0 if that cannot be told."""
+        if self._entered:
+            return 0.0
+        one = torch.empty(1)
+
+        def seconds() -> float:
+            begin = perf_counter()
+            for _ in range(calls):
+                one.detach()
+            return (perf_counter() - begin) / calls
+
+        plain = min(seconds() for _ in range(3))
+        with self._retry:
+            watched = min(seconds() for _ in range(3))
+        return max(0.0, watched - plain)
 
     def settle(self) -> bool:
         """Bring back what is paged out; whether there was room for it all. The mode stays on if not."""

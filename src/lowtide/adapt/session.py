@@ -315,6 +315,7 @@ class Adaptive:
             safe_peak=self.ranks.largest(self.safe_peak) if not bucket else 0,
             lost=self.ranks.largest(self.watch.lost.get(bucket, 0)),
             before=self.before.get(bucket),
+            watching=0.0 if self.rescue is None or self._can_repeat else self.rescue.seconds_per_operator(),
         )
         decided: Decided | None = None
         failed: LowtideError | None = None
