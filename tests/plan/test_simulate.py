@@ -106,6 +106,18 @@ def test_a_longer_prefetch_hides_the_copy_back() -> None:
     assert far.seconds == pytest.approx(simulate(trace, policy_of(layers=4), device).seconds)
 
 
+def test_a_copy_back_that_is_due_inside_a_kept_layer_starts_when_backward_comes_to_it() -> None:
+    # Each layer has three operators: what the first layer's linear made is due inside the second, which keeps all.
+    device = with_links(SIZE / 2e-3)
+    swapping = policy_of(linear=Swap(3)).layers[0]
+    policy = Policy((swapping, *(LayerPolicy(),) * 3))
+    stage = simulate(hand_made_trace(4), policy, device, details=True).stages[0]
+    (back,) = (span for span in stage.spans if span.kind == "copy back")
+    begins = min(span.start for span in stage.spans if span.kind == "backward" and span.layer == 1)
+    assert back.start == pytest.approx(begins)
+    assert stage.stall == 0
+
+
 def test_the_input_of_a_recomputed_layer_can_be_swapped() -> None:
     kept = stage_of(whole(layers=6), layers=6)
     swapped = stage_of(whole(layers=6, boundary=Swap(1)), layers=6)

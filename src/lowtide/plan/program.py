@@ -175,6 +175,8 @@ def compile_part(
         notices = reached or (not isinstance(decision, Keep) and not quick)
         actions.append(action._replace(position=pack.position, notices=notices))
     idle = all(isinstance(decision, Keep) for decision in decided)
+    if idle:  # nothing stands around its packs: the runtime notices where the layer ends
+        actions = [action._replace(notices=False) for action in actions]
     wanted = _wanted(part, actions, captured, makers)
     calls = {
         number: CapturedCall(
@@ -193,8 +195,8 @@ def compile_part(
         actions=tuple(actions),
         captured=calls,
         nodes={action.call: bodies[action.call] for action in actions if action.how == "node"},
-        forward=_trimmed(part, _letting_go(part), actions, captured, noticed and not idle),
-        backward=_trimmed(part, _accumulating(part), actions, captured, noticed and not idle),
+        forward=_trimmed(part, _letting_go(part), actions, captured, noticed),
+        backward=_trimmed(part, _accumulating(part), actions, captured, noticed),
         again=(),
         due=frozenset(due),
     )
