@@ -58,7 +58,9 @@ CASES = [
         layout,
         id=f"{model}-{layout.name}",
         # Experts see nothing of how a step is divided further, but where they are divided themselves.
-        marks=[pytest.mark.slow] if layout in MORE and model == "deepseek" and layout.only is None else [],
+        marks=[pytest.mark.slow]
+        if model == "deepseek" and layout.only is None and (layout in MORE or layout.processes > 2)
+        else [],
     )
     for model in MODELS
     for layout in (*LAYOUTS, *MORE)
