@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,8 @@ def test_what_watching_costs_is_part_of_the_plan() -> None:
     kernels += sum(len(part.kernels) for part in (TRACE.before, TRACE.after, TRACE.optimizer))
     assert f"about {format_seconds(kernels * 1e-5)} of the host's time a step" in found.plan.notes[-1]
     assert found.plan.notes[-1] in found.reason
+    again = decide(replace(situation, capacity=LEAST // 2, lost=1, before=found, watching=2e-5), AdaptSettings())
+    assert sum("is watched" in note for note in again.plan.notes) == 1
 
 
 def test_where_the_rescue_may_try_there_is_no_policy() -> None:

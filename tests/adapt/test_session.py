@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,6 +58,15 @@ def adapted(training: Training, steps: int = 9, **options: object) -> tuple[list
     """The losses of a run that adapts itself after 5 steps."""
     run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False, **options)
     return [run.step(training.step) or 0.0 for _ in range(steps)], run
+
+
+def of_lengths(training: Training, lengths: list[int], run: Adaptive | None = None) -> list[float]:
+    """The losses of steps whose batches have these lengths."""
+    whole, losses = training.tokens, []
+    for length in lengths:
+        training.tokens = whole[:, :length]
+        losses.append(training.step() if run is None else run.step(training.step, tokens=length) or 0.0)
+    return losses
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -189,19 +196,11 @@ def test_a_device_that_is_too_small_is_told_what_would_do_and_that_does() -> Non
 def test_a_batch_that_fits_no_plan_runs_with_everything_on_the_host_that_can_leave() -> None:
     lengths = [32, 64, 128, 32, 64, 128, 64, 128]
 
-    def trained(wrap: Callable[[Callable[[], float], int], float]) -> list[float]:
-        whole, losses = training.tokens, []
-        for length in lengths:
-            training.tokens = whole[:, :length]
-            losses.append(wrap(training.step, length))
-        return losses
-
-    training = Training(**SCARCE)
-    expected = trained(lambda step, _: step())
+    expected = of_lengths(Training(**SCARCE), lengths)
     training = Training(**SCARCE)
     tide.configure(capacity=TOO_LITTLE)
     run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
-    assert trained(lambda step, length: run.step(step, tokens=length) or 0.0) == expected
+    assert of_lengths(training, lengths, run) == expected
     assert run.plans[max(run.plans)].policy is None
     assert any("too little for any plan" in event.text for event in run.events)
     run.remove()
@@ -232,19 +231,10 @@ def test_what_a_person_decided_stays_decided() -> None:
 def test_each_length_has_its_plan() -> None:
     lengths = [40, 64, 128, 64, 100, 30, 128, 64, 128]
 
-    def trained(wrap: Callable[[Callable[[], float], int], float]) -> list[float]:
-        losses = []
-        for length in lengths:
-            training.tokens = tokens[:, :length]
-            losses.append(wrap(training.step, length))
-        return losses
-
-    training = Training()
-    tokens = training.tokens
-    expected = trained(lambda step, _: step())
+    expected = of_lengths(Training(), lengths)
     training = Training()
     run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
-    assert trained(lambda step, length: run.step(partial(step), tokens=length) or 0.0) == expected
+    assert of_lengths(training, lengths, run) == expected
     assert len(run.plans) >= 3
     run.remove()
 

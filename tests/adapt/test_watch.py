@@ -7,8 +7,8 @@ from lowtide.adapt.watch import LEAST_LOST, PATIENT, SETTLING, Watch
 MEBIBYTE = 1 << 20
 
 
-def watched(length: int = 0, step: int = 10, **settings: int) -> Watch:
-    watch = Watch(error=0.05, replan_every=settings.get("replan_every", 20))
+def watched(length: int = 0, step: int = 10) -> Watch:
+    watch = Watch(error=0.05, replan_every=20)
     watch.planned(length, step)
     return watch
 
@@ -44,7 +44,7 @@ def test_missing_memory_counts_at_once_and_for_its_length_alone() -> None:
 
 
 def test_plans_follow_each_other_less_and_less_often() -> None:
-    watch = watched(step=0, replan_every=20)
+    watch = watched(step=0)
     waits = []
     for _ in range(6):
         waits.append(next(step for step in range(100) if watch.may_replan(step)))

@@ -21,6 +21,8 @@ __all__ = ["Decided", "Situation", "decide", "safe_policy"]
 SEGMENT = 2 << 20
 """What a caching allocator takes from the device for small tensors: a plan may be off by one."""
 
+WATCHED = "every operator is watched for want of memory"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -87,8 +89,9 @@ def decide(
     if not situation.watching:
         return decided
     seconds = situation.watching * _operators(situation.trace, situation.pipeline)
-    note = f"every operator is watched for want of memory: about {format_seconds(seconds)} of the host's time a step"
-    plan = replace(decided.plan, notes=(*decided.plan.notes, note))
+    note = f"{WATCHED}: about {format_seconds(seconds)} of the host's time a step"
+    others = [one for one in decided.plan.notes if not one.startswith(WATCHED)]  # of a plan that is used again
+    plan = replace(decided.plan, notes=(*others, note))
     return replace(decided, plan=plan, reason=f"{decided.reason}; {note}")
 
 
