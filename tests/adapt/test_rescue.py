@@ -57,8 +57,36 @@ class Trained:
         return [*losses, *(one.detach().cpu() for one in [*self.model.parameters(), *self.model.buffers()])]
 
 
+MADE: list[Rescue] = []
+
+
+@pytest.fixture(autouse=True)
+def _removed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves no mode behind that the next ones run in."""
+    request.getfixturevalue("fresh_tide")  # which ends after this
+    yield
+    faults.disarm()
+    while MADE:
+        MADE.pop().remove()
+
+
+def rescue_of(trained: Trained) -> Rescue:
+    MADE.append(Rescue(trained.model, [trained.optimizer]))
+    return MADE[-1]
+
+
+def differing(first: list[Tensor], second: list[Tensor]) -> list[str]:
+    """Which of the tensors are not bitwise the same, and by how much."""
+    assert len(first) == len(second)
+    return [
+        f"tensor {place} of shape {tuple(one.shape)}: {int((one != other).sum())} by {(one - other).abs().max():g}"
+        for place, (one, other) in enumerate(zip(first, second, strict=True))
+        if not torch.equal(one, other)
+    ]
+
+
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    return not differing(first, second)
 
 
 def plainly(step: Callable[[], Tensor]) -> Tensor:
@@ -80,10 +108,9 @@ def less_memory(share: float, **settings: Any) -> Iterator[tuple[list[Tensor], T
     faults.shrink_capacity(1, -int(share * activations))  # from the next allocation on
     torch.empty(1, device="tide")
     assert torch.accelerator.memory_allocated() == held
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
     yield expected, trained, rescue
     faults.disarm()
-    rescue.remove()
 
 
 def test_without_a_rescue_the_run_dies() -> None:
@@ -138,7 +165,7 @@ def test_buffers_and_generators_are_set_back_before_a_step_is_repeated() -> None
 
 def test_a_step_that_adds_to_gradients_cannot_be_repeated_and_says_so() -> None:
     trained = Trained()
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
 
     def accumulate() -> None:
         trained.model(trained.x).square().mean().backward()
@@ -149,7 +176,6 @@ def test_a_step_that_adds_to_gradients_cannot_be_repeated_and_says_so() -> None:
     faults.fail_allocation(faults.allocations_seen())
     with pytest.raises(RescueError, match="whole step"):
         rescue.run(accumulate)
-    rescue.remove()
 
 
 @pytest.fixture
@@ -181,29 +207,27 @@ def test_an_operator_that_wrote_before_it_failed_is_not_repeated_but_the_step_is
     careless: Callable[[Tensor], Tensor],
 ) -> None:
     trained = Trained(change=careless)
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
     rescue.arm()
     found = trained.train(rescue.run, steps=1)
     assert rescue.counts.repeated == 1
     assert "may have written" in rescue.counts.reasons[0]
     assert same(found, Trained(change=careless).train(plainly, steps=1))
-    rescue.remove()
 
 
 def test_where_no_step_can_be_repeated_a_spoilt_one_is_an_error(careless: Callable[[Tensor], Tensor]) -> None:
     trained = Trained(change=careless)
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
     rescue.arm()
     with pytest.raises(RescueError, match="may have written"), rescue.watching():
         trained.step()
-    rescue.remove()
 
 
 def test_the_optimizer_alone_is_watched_where_nothing_is_armed() -> None:
     trained = Trained()
     expected = trained.train(plainly)
     trained = Trained()
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
     for _ in range(2):
         rescue.run(trained.step)
     faults.disarm()
@@ -217,17 +241,16 @@ def test_the_optimizer_alone_is_watched_where_nothing_is_armed() -> None:
     trained.optimizer.step = with_less  # type: ignore[method-assign]
     found = trained.train(rescue.run, steps=1)
     faults.disarm()
-    assert same(found[1:], expected[3:])
+    assert differing(found[1:], expected[3:]) == [], str(rescue.counts)
     assert rescue.counts.repeated == 0
     assert rescue.counts.paged_bytes > parameters
-    rescue.remove()
 
 
 def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
     trained = Trained()
     expected = trained.train(plainly)
     trained = Trained()
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
     rescue.arm()
     for _ in range(2):
         rescue.run(trained.step)
@@ -241,12 +264,11 @@ def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
     assert same([loss.cpu(), *found], expected[2:])
     assert rescue.settle()
     assert not rescue.pager.away
-    rescue.remove()
 
 
 def test_removing_it_leaves_the_model_and_the_optimizer_as_they_were() -> None:
     trained, resize = Trained(), torch.UntypedStorage.resize_
-    rescue = Rescue(trained.model, [trained.optimizer])
+    rescue = rescue_of(trained)
     rescue.arm()
     rescue.run(trained.step)
     rescue.remove()
