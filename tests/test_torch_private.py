@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from threading import Thread
@@ -28,6 +29,8 @@ from lowtide._torch_private import (
     drop_pipeline_losses,
     exchange_rows,
     function_modes,
+    given_operand,
+    given_operands,
     held_indices,
     inner_tensor,
     is_any_autocast_enabled,
@@ -35,12 +38,16 @@ from lowtide._torch_private import (
     is_compiled,
     landed_tensor,
     multiply_all,
+    node_number,
+    node_sequence,
     norms_of,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    raw_saved,
     resolved_operator,
     saved_operand,
     saved_operands,
+    saved_slots,
     scoped_library,
     set_grad_enabled,
     silu,
@@ -49,6 +56,7 @@ from lowtide._torch_private import (
     storage_users,
     subclass_wrapper,
     taken_apart,
+    top_saved_tensors_hooks,
     tree_leaves,
     tree_map,
     under_compilation,
@@ -314,6 +322,36 @@ def test_nodes_are_known_by_their_class_and_have_what_was_saved_through_hooks() 
     assert saved_operand(gated.grad_fn, lambda packed: packed) == ()
     assert saved_operands((first * second).grad_fn, unpack) == ()  # without hooks
     assert torch.equal(gated, torch.nn.functional.silu(first))
+
+
+def test_what_a_node_saved_can_be_replaced_and_is_free_then() -> None:
+    assert top_saved_tensors_hooks(False) is None
+    x = torch.ones(3, requires_grad=True)
+    number = node_number()
+    first, second = x * 2.0, x * 3.0
+    product = first * second
+    node: Any = product.grad_fn
+    assert node_sequence(node) == number + 2 == node_number() - 1
+    assert sorted(saved_slots(node)) == ["other", "self"]
+    assert given_operands(node)[0] is first
+    assert given_operand(silu(first).grad_fn)[0] is first
+    assert raw_saved(node, "self").unpack_hook is None
+    alive, given = weakref.ref(first), []
+    raw_saved(node, "self").register_hooks(lambda tensor: given.append(tensor._version) or "held", lambda held: x * 2.0)
+    del first
+    assert (alive(), given, raw_saved(node, "self").data) == (None, [0], "held")
+    with pytest.raises(RuntimeError, match="already been set"):
+        raw_saved(node, "self").register_hooks(lambda tensor: tensor, lambda held: held)
+    assert torch.equal(given_operands(node)[0], torch.full((3,), 2.0))
+    with torch.no_grad():
+        second.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        given_operands(node)
+    push_saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    try:
+        assert top_saved_tensors_hooks(False) is not None
+    finally:
+        pop_saved_tensors_hooks()
 
 
 def test_modes_and_autocast_are_noticed() -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -50,6 +52,8 @@ __all__ = [
     "finish_collective",
     "flattened",
     "function_modes",
+    "given_operand",
+    "given_operands",
     "group_named",
     "held_indices",
     "imagined_process_group",
@@ -62,14 +66,17 @@ __all__ = [
     "landed_tensor",
     "multiply_all",
     "node_number",
+    "node_sequence",
     "norms_of",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
+    "raw_saved",
     "reset_reducer",
     "reset_sharding",
     "resolved_operator",
     "saved_operand",
     "saved_operands",
+    "saved_slots",
     "scoped_library",
     "set_grad_enabled",
     "silu",
@@ -78,6 +85,7 @@ __all__ = [
     "storage_users",
     "subclass_wrapper",
     "taken_apart",
+    "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map",
     "under_compilation",
@@ -231,6 +239,33 @@ def saved_operands(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...
     return (saved.data, node._raw_saved_other.data) if saved.unpack_hook is unpack else ()
 
 
+def given_operand(node: Any) -> tuple[Tensor, ...]:
+    """The one argument of a node's call, as autograd gives it back: it refuses one that was written to."""
+    return (node._saved_self,)
+
+
+given_operands: Callable[[Any], tuple[Tensor, ...]] = attrgetter("_saved_self", "_saved_other")
+"""As :func:`given_operand` for a call with two."""
+
+
+def saved_slots(node: Any) -> list[str]:
+    """The names under which a node saves single tensors."""
+    prefix = "_raw_saved_"
+    names = [name.removeprefix(prefix) for name in dir(node) if name.startswith(prefix)]
+    return [name for name in names if isinstance(raw_saved(node, name), torch._C._autograd.SavedTensor)]
+
+
+def raw_saved(node: Any, slot: str) -> Any:
+    """What a node holds a tensor in: ``unpack_hook`` and ``data`` are what hooks gave it, if there were any."""
+    return getattr(node, f"_raw_saved_{slot}")
+
+
+def node_sequence(node: Any) -> int:
+    """The number of a node of autograd's graph; those that a thread made later have higher ones."""
+    number: int = node._sequence_nr()
+    return number
+
+
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """A number for the backward that runs on this thread; -1 if none does."""
 
@@ -243,19 +278,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def is_own_output(tensor: Tensor) -> bool:
     """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
     node: Any = tensor.grad_fn
-    return node is not None and node._sequence_nr() == node_number() - 1
+    return node is not None and node_sequence(node) == node_number() - 1
 
 
-def node_number() -> int:
-    """The number that the next node of autograd's graph gets on this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of autograd's graph gets on this thread."""
 
 
 def backward_node_number() -> int:
     """The number of the node that backward is running on this thread; -1 if it runs none."""
     node: Any = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())
+    return -1 if node is None else node_sequence(node)
 
 
 def current_node() -> Any:

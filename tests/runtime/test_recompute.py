@@ -18,8 +18,8 @@ from lowtide.errors import PolicyError, RebuildError, UnmatchedError
 from lowtide.operators.survey import survey
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
-from lowtide.runtime.layer import Run
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.run import Run
 
 
 class Block(nn.Module):

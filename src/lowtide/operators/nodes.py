@@ -13,27 +13,44 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import GeluBackward, MulBackward, SiluBackward, saved_operand, saved_operands, silu
+from lowtide._torch_private import (
+    GeluBackward,
+    MulBackward,
+    SiluBackward,
+    given_operand,
+    given_operands,
+    saved_operand,
+    saved_operands,
+    silu,
+)
 from lowtide.operators.kept import Kept
 
-__all__ = ["NodeCall", "read_node"]
+__all__ = ["NodeCall", "NodeForm", "form_of", "read_node"]
 
 NodeCall: TypeAlias = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 """A function, what autograd holds in place of each tensor that it was given, and what else it was given."""
 
 
-class _Form(NamedTuple):
+class NodeForm(NamedTuple):
     """How to read a class of nodes."""
 
     function: Callable[..., Tensor]
-    operands: Callable[[Any, Callable[[Any], Tensor]], tuple[Any, ...]]
-    options: tuple[str, ...] = ()
+    held: Callable[[Any, Callable[[Any], Tensor]], tuple[Any, ...]]
+    """What hooks gave in place of each tensor that the call was given."""
+    given: Callable[[Any], tuple[Tensor, ...]]
+    """The tensors themselves."""
+    names: tuple[str, ...] = ()
+    """What else the call was given."""
+
+    def options(self, node: Any) -> dict[str, Any]:
+        """What the call was given that is no tensor."""
+        return {name: getattr(node, f"_saved_{name}") for name in self.names} if self.names else _NO_OPTIONS
 
 
 _FORMS = {
-    GeluBackward: _Form(torch.nn.functional.gelu, saved_operand, ("approximate",)),
-    MulBackward: _Form(torch.mul, saved_operands),
-    SiluBackward: _Form(silu, saved_operand),
+    GeluBackward: NodeForm(torch.nn.functional.gelu, saved_operand, given_operand, ("approximate",)),
+    MulBackward: NodeForm(torch.mul, saved_operands, given_operands),
+    SiluBackward: NodeForm(silu, saved_operand, given_operand),
 }
 _NO_OPTIONS: dict[str, Any] = {}
 
@@ -44,11 +61,10 @@ def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | Non
     None as well if somebody wrote to the tensor or to what was given: then the call's value is another one.
     """
     node = tensor.grad_fn
-    form = _FORMS.get(type(node))
+    form = form_of(node)
     if form is None or tensor._version or type(tensor) is not Tensor:  # a call in place counts as a write
         return None
-    function, read, names = form
-    operands = read(node, unpack)
+    operands = form.held(node, unpack)
     for operand in operands:
         held = operand.kept if type(operand) is Kept else operand
         if type(held) is Tensor:
@@ -56,5 +72,9 @@ def read_node(tensor: Tensor, unpack: Callable[[Any], Tensor]) -> NodeCall | Non
                 return None
         elif held is None or isinstance(held, Tensor) or getattr(held, "written", False):
             return None
-    options = {name: getattr(node, f"_saved_{name}") for name in names} if names else _NO_OPTIONS
-    return (function, operands, options) if operands else None
+    return (form.function, operands, form.options(node)) if operands else None
+
+
+def form_of(node: Any) -> NodeForm | None:
+    """How to read a node; None if it does not save all that its call was given."""
+    return _FORMS.get(type(node))

@@ -17,7 +17,7 @@ from lowtide.operators.observe import Watcher
 from lowtide.runtime.saved import Saved, unpack
 
 if TYPE_CHECKING:
-    from lowtide.runtime.layer import Run
+    from lowtide.runtime.run import Run
 
 __all__ = ["LayerCheck", "bits", "checksum"]
 

@@ -9,7 +9,8 @@ replaced by a reference:
 - ``Inside``: a tensor the call itself saved on its way, by its place among all that it saved;
 - ``Cast``: a cast of an output to another dtype, as autocast makes them;
 - ``Repeated``: what a call gave whose node in the graph has saved all that the call was given. There is nothing to
-  capture then, and nobody listens to such a call: see :mod:`lowtide.operators.nodes`.
+  capture then, and nobody listens to such a call: see :mod:`lowtide.operators.nodes`. ``Grafted`` is the same where it
+  takes the tensor's place after the call: see :mod:`lowtide.runtime.graft`.
 
 When backward asks for one, the call is repeated from its arguments and everything asked for comes out of that one
 repetition. An argument that another captured call produced is itself a reference, so a chain is rebuilt from its
@@ -47,13 +48,24 @@ from lowtide._torch_private import (
 )
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
-from lowtide.operators.nodes import NodeCall
+from lowtide.operators.nodes import NodeCall, NodeForm
 from lowtide.operators.wrappers import Function
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
 
-__all__ = ["CapturedCall", "Cast", "Inside", "Produced", "RandomState", "Reference", "Registry", "Repeated", "SeenAs"]
+__all__ = [
+    "CapturedCall",
+    "Cast",
+    "Grafted",
+    "Inside",
+    "Produced",
+    "RandomState",
+    "Reference",
+    "Registry",
+    "Repeated",
+    "SeenAs",
+]
 
 
 class Produced(NamedTuple):
@@ -114,17 +126,35 @@ class Repeated:
                 _want(operand)
 
     def tensor(self) -> Tensor:
-        result = self.result
         self.pending -= 1
-        if result is None:
-            result = self._repeat()
-            if self.pending > 0:
-                self.result = result
-        elif self.pending <= 0:
-            self.result = None
+        result = self.result
+        if result is not None:
+            if self.pending <= 0:
+                self.result = None
+            return result
+        function, given, options = self._given()
+        line = self.line
+        line.recomputes += 1
+        if given[0].is_cpu and not is_any_autocast_enabled():
+            begin = perf_counter()
+            result = function(*given, **options) if options else function(*given)
+            line.recompute_seconds += perf_counter() - begin
+        else:
+            device = given[0].device
+            began = self.ledger.begin(device)
+            with ExitStack() as stack:
+                for context in autocast_contexts(()):  # the node stands below autocast: its operands are cast already
+                    stack.enter_context(context)
+                result = function(*given, **options)
+            self.ledger.end(line, device, began)
+        if result.requires_grad:  # with gradients of gradients only
+            result = result.detach()
+        if self.pending > 0:
+            self.result = result
         return result
 
-    def _repeat(self) -> Tensor:
+    def _given(self) -> NodeCall:
+        """The call, with the tensors that it was given."""
         function, operands, options = self.call
         given = []
         for operand in operands:
@@ -136,25 +166,30 @@ class Repeated:
                     " changed in place after it ran; keep this operator"
                 )
             given.append(operand)
-        line = self.line
-        line.recomputes += 1
-        if operand.is_cpu and not is_any_autocast_enabled():
-            begin = perf_counter()
-            result = function(*given, **options)
-            line.recompute_seconds += perf_counter() - begin
-        else:
-            began = self.ledger.begin(operand.device)
-            with ExitStack() as stack:
-                for context in autocast_contexts(()):  # the node stands below autocast: its operands are cast already
-                    stack.enter_context(context)
-                result = function(*given, **options)
-            self.ledger.end(line, operand.device, began)
-        return result.detach() if result.requires_grad else result  # with gradients of gradients only
+        return function, tuple(given), options
+
+
+class Grafted(Repeated):
+    """As :class:`Repeated`, put into the graph after the call: autograd holds what the node saved in its own way."""
+
+    __slots__ = ("form", "node")
+
+    def __init__(self, node: Any, form: NodeForm, uses: int, line: Line, ledger: Ledger) -> None:
+        self.node, self.form, self.pending, self.line, self.ledger = node, form, uses, line, ledger
+        self.result: Tensor | None = None
+
+    def instead_of(self, tensor: Tensor) -> Grafted:
+        """What autograd holds in place of ``tensor``: this."""
+        return self
+
+    def _given(self) -> NodeCall:
+        form, node = self.form, self.node
+        return form.function, form.given(node), form.options(node)
 
 
 def _want(saved: Any) -> None:
     """One more will ask for what autograd holds in place of a tensor."""
-    if type(saved) is Repeated:
+    if isinstance(saved, Repeated):
         saved.pending += 1
     elif isinstance(saved, Produced):
         saved.call.want_output(saved.output)
@@ -171,6 +206,10 @@ class SeenAs(NamedTuple):
 
     source: Repeated
     view: View
+
+    def instead_of(self, tensor: Tensor) -> SeenAs:
+        """As that of :class:`Grafted`."""
+        return self
 
     def tensor(self) -> Tensor:
         return self.view.of(self.source.tensor())

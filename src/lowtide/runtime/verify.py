@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lowtide.errors import VerificationError
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.kinds import LayerKind
 from lowtide.policy import Policy
-from lowtide.runtime.apply import apply
+from lowtide.runtime.apply import Structure, apply
 from lowtide.runtime.checked import bits
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.receipt import Receipt
@@ -26,7 +27,7 @@ class Verification(NamedTuple):
     """A run that was bitwise the same with and without lowtide."""
 
     compared: int
-    """How many tensors were compared: the loss and every gradient, in every step."""
+    """How many tensors were compared: the loss and every gradient, in every step, with checks and as in training."""
     receipt: Receipt
     """What lowtide did in the last step."""
 
@@ -50,27 +51,26 @@ def verify(
     before = _State(model)
     try:
         expected = [_step(model, batch, loss, before) for _ in range(STEPS)]
-        handle = apply(model, policy, layers=layers, limits=limits, verify=True)
-        try:
-            found = []
-            for _ in range(STEPS):
-                handle.receipt()
-                found.append(_step(model, batch, loss, before))
-            receipt = handle.receipt()
-        finally:
-            handle.remove()
+        different: list[str] = []
+        known: Mapping[Structure, LayerKind] = {}
+        for checked in (True, False):  # with every tensor checked on its way, and then as in training
+            handle = apply(model, policy, layers=layers, limits=limits, verify=checked, learnt=known)
+            try:
+                for step, values in enumerate(expected):
+                    handle.receipt()
+                    found = _step(model, batch, loss, before)
+                    different += [
+                        f"{name} in step {step}" for name in values if not _same(values[name], found.get(name))
+                    ]
+                known, receipt = handle.kinds, handle.receipt()
+            finally:
+                handle.remove()
     finally:
         before.restore()
-    different = [
-        f"{name} in step {step}"
-        for step, (one, other) in enumerate(zip(expected, found, strict=True))
-        for name in one
-        if not _same(one[name], other.get(name))
-    ]
     if different:
         shown = ", ".join(different[:8]) + (f" and {len(different) - 8} more" if len(different) > 8 else "")
         raise VerificationError(f"with the policy these differ from the same run without it: {shown}")
-    return Verification(sum(map(len, expected)), receipt)
+    return Verification(2 * sum(map(len, expected)), receipt)
 
 
 class _State:

@@ -1,0 +1,232 @@
+"""One run of a layer: which of the tensors that autograd saves stay, leave, or are rebuilt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import DisableTorchFunction, finish_collective, without_graph
+from lowtide.operators.calls import tensors_of
+from lowtide.operators.kept import kept_apart
+from lowtide.operators.nodes import read_node
+from lowtide.operators.wrappers import Function
+from lowtide.policy import Keep, Swap
+from lowtide.runtime.program import Action, LayerProgram
+from lowtide.runtime.rebuild import (
+    CapturedCall,
+    Cast,
+    Inside,
+    Produced,
+    RandomState,
+    Reference,
+    Registry,
+    Repeated,
+    SeenAs,
+)
+from lowtide.runtime.saved import Saved, unpack
+from lowtide.runtime.schedule import Starts
+from lowtide.runtime.swap import Departures, SwapManager, copy_on_host
+from lowtide.runtime.view import View
+
+__all__ = ["CapturingRun", "Run"]
+
+
+class Run:
+    """One run of a layer. It lives as long as the graph, which holds its ``pack``."""
+
+    changed = False
+    departures: Departures | None = None
+    repeated: dict[Any, Repeated] | None = None
+    """By their nodes, the values that are saved more than once; only while the layer runs, since nodes hold this."""
+    makers: dict[Repeated, Any] | None = None
+    """The nodes that made what is repeated, where somebody asks for them; only while the layer runs, too."""
+
+    def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
+        self.actions, self.manager, self.first = program.actions, manager, first
+        self.number = 0
+
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
+        """What autograd saves in place of ``tensor``."""
+        number = self.number
+        self.number = number + 1
+        try:
+            action = self.actions[number]
+        except IndexError:  # more than was learnt, or not what was learnt
+            return without_graph(tensor)
+        if action is None:
+            return tensor
+        return self.act(tensor, action) if isinstance(action, Action) else action(tensor)
+
+    def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
+        """Do what was decided."""
+        if action.quick:
+            # The two that are worth being quick: neither needs to know by its place which tensor this is.
+            quick = self._repeated(tensor, action) if action.by_node else copy_on_host(tensor, action.line)
+            if quick is not None:
+                return quick
+        decision = action.decision
+        saved: Tensor | Saved | None = None
+        if type(decision) is Keep:
+            pass
+        elif tensor.dtype is not action.dtype or tensor.dim() != action.rank:
+            self.change()
+        elif action.by_node:
+            saved = self._repeated(tensor, action)
+        elif type(decision) is Swap:
+            saved = self._swapped(tensor, action, decision)
+        else:
+            saved = self.rebuilt(tensor, action)
+        if saved is None or saved is tensor:
+            if action.checked:
+                saved = kept_apart(tensor)
+            else:
+                saved = without_graph(tensor) if action.output or self.changed else tensor
+        schedule, position = self.manager.schedule, self.first + action.position
+        if schedule.next <= position:
+            due = schedule.reach(position)
+            if due:
+                return Starts(saved, due)
+        return saved
+
+    def change(self) -> None:
+        """The layer took another way than when it was learnt: keep everything from here on, and learn it again."""
+        self.changed = True
+        self.actions = ()
+
+    def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
+        """How to rebuild ``tensor``; None if that is not known for certain."""
+        return None
+
+    def _repeated(self, tensor: Tensor, action: Action) -> Saved | None:
+        base = tensor._base
+        whole = tensor if base is None else base
+        repeated = None
+        if action.shared and self.repeated is not None and not whole._version:
+            repeated = self.repeated.get(whole.grad_fn)
+        if repeated is not None:
+            repeated.pending += 1
+        else:
+            call = read_node(whole, unpack)
+            if call is None:
+                self.change()
+                return None
+            repeated = Repeated(call, action.line, self.manager.ledger)
+            if self.makers is not None:
+                self.makers[repeated] = whole.grad_fn
+            if action.shared:
+                self.repeated = self.repeated or {}
+                self.repeated[whole.grad_fn] = repeated
+        if base is None:
+            return repeated
+        with DisableTorchFunction():
+            return SeenAs(repeated, View.by(tensor))
+
+    def _swapped(self, tensor: Tensor, action: Action, swap: Swap) -> Tensor | Saved:
+        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+            self.change()  # parameters never move
+            return tensor
+        departures = self.departures
+        if departures is None:
+            departures = self.departures = Departures(self.manager)
+        due = self.first + action.position + swap.prefetch
+        saved = departures.out(tensor, swap, action.line, due, alone=action.alone)
+        if action.last:
+            for swapped in departures.latest:
+                self.manager.schedule.come_back(swapped.reference, due)
+        return saved
+
+
+class CapturingRun(Run):
+    """One run of a layer in which calls are captured. ``end`` empties it."""
+
+    def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
+        super().__init__(program, manager, first)
+        self.program = program
+        self.begun = 0
+        """How many tensors had been saved when the running call began."""
+        self.registry = Registry()
+        self.turns: dict[Any, int] = {}
+        self.name = ""
+        self.open: CapturedCall | None = None
+        self.given: list[Tensor] = []
+
+    def end(self) -> None:
+        """The layer has run, or raised."""
+        if self.departures is not None:
+            self.registry.send_away(self.departures.find)
+        if self.manager.keep is not None:
+            self.registry.send_away(self.manager.keep)
+        self.registry, self.turns, self.given = Registry(), {}, []
+        self.departures = self.repeated = None
+
+    def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
+        if self.name:
+            return function(*args, **kwargs)
+        with DisableTorchFunction():  # our own look at the tensors is nobody's call
+            self._begin(name, function, args, kwargs)
+        try:
+            output = function(*args, **kwargs)
+            if self.open is not None:
+                with DisableTorchFunction():
+                    if self.open.collective:
+                        # A collective counts its result's version up while it is under way, on a thread of its own:
+                        # what is found by that count, and so what is repeated, must be the same on every rank.
+                        output = finish_collective(output)
+                    self.registry.add(self.open, output, self.given)
+            return output
+        finally:
+            self.name, self.open, self.given = "", None, []
+
+    def _begin(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        program, registry = self.program, self.registry
+        self.name, self.begun = name, self.number
+        given = [value for value in args if isinstance(value, Tensor)]
+        if kwargs or len(given) < len(args):
+            given = tensors_of((args, kwargs))
+        self.given = given
+        line = program.captured.get(name)
+        # What only casts belongs to what it was given, so it is rebuilt if that is.
+        if line is None and name not in program.known and any(registry.find(tensor) is not None for tensor in given):
+            line = self.manager.ledger.line(program.layer, name)
+        if line is not None:
+            device = given[0].device if given else torch.device("cpu")
+            self.open = call = CapturedCall(function, device, line, self.manager.ledger)
+            call.collective = name in program.collectives
+            call.hold(args, kwargs, registry)
+            if name in program.random:
+                call.random = RandomState(given)
+
+    def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
+        with DisableTorchFunction():
+            return Run.act(self, tensor, action)
+
+    def rebuilt(self, tensor: Tensor, action: Action) -> Reference | None:
+        produced = self.registry.find(tensor)
+        if produced is None and (self.open is None or action.owner != self.name) and not action.cast:
+            produced = self.registry.find_by_storage(tensor)
+        if produced is not None:
+            produced.call.want_output(produced.output)
+            return produced
+        if self.open is not None and action.owner == self.name:
+            place = self.number - 1 - self.begun
+            self.open.want_inside(place)
+            return Inside(self.open, place)
+        return self._cast(tensor) if action.cast else None
+
+    def _cast(self, tensor: Tensor) -> Cast | None:
+        """How ``tensor`` is a cast of one of the running call's arguments, if it is of exactly one."""
+        sources: list[Produced] = []
+        for argument in self.given:
+            produced = self.registry.find(argument)
+            # A cast keeps the layout of what it casts; a view of it may follow where both are contiguous.
+            alike = (tensor.shape, tensor.stride()) == (argument.shape, argument.stride())
+            flat = tensor.numel() == argument.numel() and tensor.is_contiguous() and argument.is_contiguous()
+            if produced is not None and argument.dtype != tensor.dtype and (alike or flat):
+                sources.append(produced)
+        if len(sources) != 1:
+            return None
+        sources[0].call.want_output(sources[0].output)
+        return Cast(sources[0], tensor.dtype, tuple(tensor.shape))
