@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import tide
 from lowtide._torch_private import inner_tensor, scoped_library
 from lowtide.adapt.rescue import Rescue
+from lowtide.errors import RescueError
 from lowtide.plan.pipeline import Pipeline, even_pipeline
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
@@ -46,6 +48,7 @@ __all__ = [
     "rescued",
     "settled",
     "single",
+    "spoilt_in_the_optimizer",
     "spoilt_on",
 ]
 
@@ -362,27 +365,57 @@ def spoilt_on(failing: int) -> tuple[int, list[str]]:
     """A step in which an operator of one rank writes, and fails then: how often it was begun anew, and what differs."""
     subject = sharded()
     subject.rescue.arm()
-    with scoped_library("sweep", "FRAGMENT") as library:
-        library.define("careless(Tensor(a!) x) -> ()")
-        library.impl("careless", _write_and_allocate, "PrivateUse1")
+    with _careless() as write:
+        spare = torch.ones(4, device="tide")
 
         def step() -> Tensor:
             if not subject.rescue.counts.repeated:
                 if dist.get_rank() == failing:
                     faults.fail_allocation(1)
-                torch.ops.sweep.careless(torch.ones(4, device="tide") if dist.get_rank() != failing else spare)
+                write(spare)
             return subject.step()
 
-        spare = torch.ones(4, device="tide")
         subject._begin(armed=True)
         loss = subject.rescue.run(step)
     subject.optimizer.zero_grad()
     return subject.rescue.counts.repeated, subject.end.differ(subject.values(loss))
 
 
-def _write_and_allocate(x: Tensor) -> None:
-    x.mul_(2)
-    torch.empty(4, device=x.device)
+def spoilt_in_the_optimizer(failing: int) -> str:
+    """A step in which the optimizer of one rank fails in a write: what the rank says."""
+    subject = sharded()
+    subject.rescue.arm()
+    with _careless() as write:
+        spare = torch.ones(4, device="tide")
+
+        def before(*_: Any) -> None:  # comes after the rescue's own
+            if dist.get_rank() == failing:
+                faults.fail_allocation(1)
+            write(spare)
+
+        subject.optimizer.register_step_pre_hook(before)
+        try:
+            subject.rescue.run(subject.step)
+        except RescueError as error:
+            return str(error)
+        finally:
+            faults.disarm()
+            subject.rescue.remove()
+    return ""
+
+
+@contextmanager
+def _careless() -> Iterator[Callable[[Tensor], None]]:
+    """An operator that writes before it allocates."""
+
+    def write(x: Tensor) -> None:
+        x.mul_(2)
+        torch.empty(4, device=x.device)
+
+    with scoped_library("sweep", "FRAGMENT") as library:
+        library.define("careless(Tensor(a!) x) -> ()")
+        library.impl("careless", write, "PrivateUse1")
+        yield torch.ops.sweep.careless
 
 
 def phase_of(number: int, marks: dict[str, int]) -> str:

@@ -16,7 +16,7 @@ from lowtide._torch_private import scoped_library
 from lowtide.adapt.rescue import Rescue
 from lowtide.errors import RescueError
 from ranks import Ranks
-from sweep_cases import Subject, on_ranks, phase_of, single, spoilt_on
+from sweep_cases import Subject, on_ranks, phase_of, single, spoilt_in_the_optimizer, spoilt_on
 from tide import faults
 
 ROWS, WIDTH = 64, 64
@@ -39,7 +39,7 @@ class Trained:
         torch.manual_seed(0)
         layers: list[nn.Module] = [Block() for _ in range(6)]
         self.model = nn.Sequential(*([nn.BatchNorm1d(WIDTH)] if norm else []), *layers).to("tide")
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.x = torch.randn(ROWS, WIDTH, device="tide")
         self.change = change
 
@@ -223,6 +223,23 @@ def test_where_no_step_can_be_repeated_a_spoilt_one_is_an_error(careless: Callab
         trained.step()
 
 
+class Careless(torch.optim.SGD):
+    """Writes into parameters before it allocates."""
+
+    def step(self, closure: Any = None) -> None:
+        faults.fail_allocation(1)
+        torch.ops.rescue_test.careless(self.param_groups[0]["params"][0].detach())
+        super().step()
+
+
+@pytest.mark.usefixtures("careless")
+def test_an_optimizer_whose_first_write_fails_is_not_begun_anew() -> None:
+    trained = Trained()
+    trained.optimizer = Careless(trained.model.parameters(), lr=1e-3)
+    with pytest.raises(RescueError, match="after the optimizer had begun to change parameters"):
+        rescue_of(trained).run(trained.step)
+
+
 def test_the_optimizer_alone_is_watched_where_nothing_is_armed() -> None:
     trained = Trained()
     expected = trained.train(plainly)
@@ -304,3 +321,10 @@ def test_a_failure_on_one_rank_is_its_own_matter(ranks: Ranks, layout: str) -> N
 @pytest.mark.slow
 def test_a_step_that_is_spoilt_on_one_rank_is_begun_anew_on_all(ranks: Ranks) -> None:
     assert ranks.run(spoilt_on, 1) == [(1, []), (1, [])]
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_fails_in_a_write_stops_its_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(spoilt_in_the_optimizer, 1)
+    assert first == ""
+    assert "after the optimizer had begun to change parameters" in second

@@ -247,7 +247,7 @@ class Rescue:
         self._spoilt = True
         reason = f"{operator} ran out of memory and may have written"
         self.counts.note(reason)
-        if self.ranks == 1:
+        if self.ranks == 1 or self.pager.stepping is not None:  # the ranks have agreed before the optimizer steps
             raise Repeat(reason)
 
     def give_up(self, operator: str, missing: int) -> None:

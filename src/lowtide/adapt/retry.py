@@ -150,6 +150,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             return None
         if begun and call.nature.writes and _reads_its_target(call):
+            self.wrote |= pager.stepping is not None
             self.defence.spoil(str(call.func))
         return failure
 
