@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from ranks import Ranks
+
+# The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be
+# split otherwise than in the run that they are compared with.
+torch.set_num_threads(1)
 
 # Two noisy cores: time says nothing about an example, and a failure must come again.
 settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tide.testing import fresh_tide  # noqa: F401
@@ -17,7 +16,6 @@ FIRST = 1_000_000 - 1_000_000 % len(GRID)
 
 @pytest.mark.parametrize("number", range(FIRST, FIRST + 40))
 def test_a_random_policy_changes_no_bit_and_leaves_nothing(number: int) -> None:
-    torch.set_num_threads(1)
     outcome = run_case(case(number))
     assert outcome.exact, str(outcome)
 
