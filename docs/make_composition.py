@@ -17,7 +17,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "composition.md"
 TESTS = ROOT / "tests" / "numerics"
-COLUMNS = ("recompute operators", "recompute layers", "swap", "swap to disk", "boundary swap", "mixed")
+COLUMNS = (
+    "recompute operators", "recompute layers", "swap", "swap to disk", "boundary swap", "mixed", "swap the root",
+    "recompute the root",
+)  # fmt: skip
 
 TEXT = """\
 # With everything else
@@ -30,7 +33,8 @@ Apply the Policy before `fully_shard` and before `DistributedDataParallel`, afte
 the layers of each stage of a pipeline.
 
 The columns: every operator recomputed; whole layers recomputed; all that layers save swapped, their inputs too; the
-same on disk; whole layers recomputed with their inputs swapped; and operators of one layer decided differently.
+same on disk; whole layers recomputed with their inputs swapped; operators of one layer decided differently; what is
+saved outside the layers swapped; and that recomputed, with operators of the layers decided differently.
 
 {table}
 

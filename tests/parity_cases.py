@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -88,7 +88,11 @@ def case(number: int) -> Case:
     model, setting, device = GRID[number % len(GRID)]
     draw = random.Random(number)
     order = draw.choice(ORDERS)
-    policy = random_policy(draw, operators(model, setting))
+    layers, root = operators(model, setting)
+    policy = random_policy(draw, layers)
+    outside = random.Random(~number)  # so that the layers are the same with and without it
+    if outside.random() < 0.5:
+        policy = replace(policy, root=random_layer(outside, root))
     limits = Limits(
         minimum_bytes=draw.choice((1, 1, 1, 1500)),
         host_bytes=draw.choice((1 << 26, 1 << 26, 1 << 26, 40_000, 0)),
@@ -147,12 +151,12 @@ def random_swap(draw: random.Random) -> Swap:
 
 
 @cache
-def operators(model: str, setting: str) -> tuple[tuple[str, ...], ...]:
-    """The operators of each layer."""
+def operators(model: str, setting: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """The operators of each layer, and of the root."""
     bare = build(model, dropout=setting == "dropout")
     found = survey(bare, lambda: bare(tokens_of(0)), layers=LAYERS.get(model))
     names = [tuple(operator.name for operator in kind.operators) for kind in found.kinds]
-    return tuple(names[kind] for kind in found.kind_of)
+    return tuple(names[kind] for kind in found.kind_of), tuple(operator.name for operator in found.root.operators)
 
 
 def tokens_of(step: int) -> Tensor:

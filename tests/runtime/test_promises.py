@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.errors import PolicyError, UnmatchedError
+from lowtide.errors import UnmatchedError
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
@@ -94,9 +94,14 @@ def test_nothing_silent_about_an_operator_that_cannot_be_repeated() -> None:
     assert train(body, recompute("add")).attached.kept
 
 
-def test_nothing_silent_about_decisions_that_are_not_carried_out() -> None:
-    with pytest.raises(PolicyError, match="outside the layers"):
-        apply(Stack(gated, 2), Policy((LayerPolicy(),) * 2, root=LayerPolicy(Recompute())))
+def test_nothing_silent_about_an_operator_of_which_nothing_is_saved() -> None:
+    for policy in (swap("down"), recompute("down")):
+        assert "no effect: nothing of it is saved for backward" in str(train(gated, policy).attached.receipt())
+
+
+def test_nothing_silent_about_decisions_for_what_did_not_run() -> None:
+    handle = apply(Stack(gated, 2), Policy((LayerPolicy(),) * 2, root=LayerPolicy(Recompute())))
+    assert "has not run as a whole" in str(handle.receipt())
 
 
 # 3. Free when unused

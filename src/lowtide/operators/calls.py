@@ -62,6 +62,8 @@ class CallTracker:
         self.turns: list[dict[Any, int]] = []
         self.counts: dict[str, int] = {}
         self.running: object = None
+        self.paused = False
+        """Whether what runs now is somebody else's: it is neither told of nor counted."""
         self.mode: _Functions | None = None
         self.wrappers = Wrappers()
 
@@ -76,7 +78,7 @@ class CallTracker:
 
     def _follow(self, module: nn.Module, forward: Function) -> Function:
         def followed(*args: Any, **kwargs: Any) -> Any:
-            if not self.stack and module is not self.layer:
+            if self.paused or (not self.stack and module is not self.layer):
                 return forward(*args, **kwargs)  # called from outside the layer
             self._enter(module, args, kwargs)
             output, completed = None, False
@@ -120,6 +122,8 @@ class CallTracker:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, as an operator if it is one."""
+        if self.paused:
+            return func(*args, **kwargs)
         for turns in self.turns:
             turns[func] = turns.get(func, -1) + 1
         name = _function_name(func)

@@ -27,8 +27,11 @@ from lowtide._torch_private import (
     StorageWeakRef,
     TorchDispatchMode,
     is_own_output,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     storage_bytes,
     storage_key,
+    top_saved_tensors_hooks,
     weak_storage,
     written_arguments,
 )
@@ -154,7 +157,9 @@ class Watcher:
         self.calls: list[_OpenCall] = []
         self.packs: list[Pack] = []
         self.open: _OpenCall | None = None
-        self.contexts: list[Any] = []
+        self.kernels: _Kernels | None = None
+        self.hooks: Hold | None = None
+        """What is on torch's stack of hooks."""
         for tensor in [*layer.parameters(), *layer.buffers()]:
             self.learn(tensor, "static", "")
 
@@ -174,17 +179,23 @@ class Watcher:
 
     def resume(self) -> None:
         """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
-        self.contexts = [_Kernels(self), torch.autograd.graph.saved_tensors_hooks(self.pack, held_tensor)]
-        for context in self.contexts:
-            context.__enter__()
+        self.kernels = _Kernels(self)
+        self.kernels.__enter__()
+        if self.hooks is None:
+            self.hooks = self.pack
+            push_saved_tensors_hooks(self.hooks, held_tensor)
 
     def layer_ends(self, *, completed: bool = True) -> None:
         self.pause()
 
     def pause(self) -> None:
         """Watch nothing for a while."""
-        for context in reversed(self.contexts):
-            context.__exit__(None, None, None)
+        top = top_saved_tensors_hooks(False)
+        if top is not None and top[0] is self.hooks:  # others may have put theirs on top: then ours rest anyway
+            self.hooks = None
+            pop_saved_tensors_hooks()
+        assert self.kernels is not None
+        self.kernels.__exit__(None, None, None)
 
     def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.open = _OpenCall(name, site)

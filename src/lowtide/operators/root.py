@@ -17,6 +17,7 @@ from lowtide._torch_private import storage_bytes
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.observe import Source, Watcher
+from lowtide.operators.wrappers import around
 
 __all__ = ["Held", "Root"]
 
@@ -58,6 +59,10 @@ class Root:
         self.watcher = Watcher(model, hold=hold)
         self.tracker = CallTracker(model, self.watcher)
         self.inside: list[_Saved] = []
+        self.pausing: nn.Module | None = None
+        """The layer that runs now."""
+        self.before: int | None = None
+        """How many calls there were before a layer ran; None if none has run."""
         for layer in layers:
             for module in layer.modules():
                 self.tracker.paths.pop(module, None)  # the layer's own tracker follows it
@@ -66,11 +71,9 @@ class Root:
     def watch(self) -> Iterator[None]:
         """Watch the model while it runs inside this context. Enter it after the contexts that watch the layers."""
         self.tracker.attach()
-        handles: list[Any] = [self.model.register_forward_pre_hook(self._begin, prepend=True)]
+        handles = around(self.model, self._begin, lambda *_: None)
         for layer in self.layers:
-            # The layers' own hooks are there already: this one goes before their first, the other after their last.
-            handles.append(layer.register_forward_pre_hook(self._pause, prepend=True))
-            handles.append(layer.register_forward_hook(self._resume, always_call=True))
+            handles += around(layer, self._pause, self._resume)
         try:
             yield
         finally:
@@ -104,15 +107,17 @@ class Root:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.inside.clear()  # a model that runs twice is known by its last run
+        self.before = None
 
     def _pause(self, layer: nn.Module, args: Any) -> None:
-        if self.tracker.stack and self.tracker.running is None:
-            self.tracker.running = layer  # so that functions called in the layer are not the root's
+        if self.tracker.stack and not self.tracker.paused:
+            self.tracker.paused, self.pausing = True, layer
+            self.before = len(self.watcher.calls) if self.before is None else self.before
             self.watcher.pause()
 
     def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self.tracker.running is layer:
-            self.tracker.running = None
+        if self.tracker.paused and self.pausing is layer:
+            self.tracker.paused, self.pausing = False, None
             self.watcher.resume()
 
 

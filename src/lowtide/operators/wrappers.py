@@ -1,4 +1,4 @@
-"""Replace the ``forward`` of modules, and put back what was there."""
+"""Stand around the ``forward`` of modules, and put back what was there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Function", "Wrappers"]
+__all__ = ["Function", "Wrappers", "around"]
 
 Function = Callable[..., Any]
 
@@ -49,6 +49,28 @@ class _Forward(partial):  # type: ignore[type-arg]
     def __reduce__(self) -> Any:
         # The module itself is being copied, and its copy has no `forward` of its own yet: this finds its class's.
         return (getattr, (self.module, "forward")) if self.before is None else (_same, (self.before,))
+
+
+def around(module: nn.Module, before: Function, after: Function) -> list[Any]:
+    """Call ``before`` when a call of the module begins and ``after`` when it ends, outside all of its other hooks.
+
+    What is returned is to be removed in the end.
+    """
+    return [
+        module.register_forward_pre_hook(_Hook(before), prepend=True),
+        module.register_forward_hook(_Hook(after), always_call=True),
+    ]
+
+
+class _Hook(partial):  # type: ignore[type-arg]
+    """A module's hook. A copied or pickled module gets one that does nothing."""
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _same(forward: Function) -> Function:

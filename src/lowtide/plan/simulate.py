@@ -232,7 +232,7 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
         not isinstance(one, Keep) for one in policy.root.decisions.values()
     )  # fmt: skip
     if decided:
-        notes.append("decisions for what is outside the layers are not carried out, and not simulated")
+        notes.append("decisions for what is outside the layers are not simulated: it counts as kept")
     if isinstance(policy, Policy):
         usual = Policy(())
         for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):

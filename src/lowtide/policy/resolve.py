@@ -71,10 +71,9 @@ class Unused(NamedTuple):
     """Whether the pattern is a default of the grammar."""
 
     def __str__(self) -> str:
-        where = f" in layers {format_layers(self.layers)}" if len(self.layers) > 1 else ""
-        where = f" in layer {self.layers[0]}" if len(self.layers) == 1 else where
+        places = f"layer{'s' * (len(self.layers) > 1)} {format_layers(self.layers)}" if self.layers else "the root"
         hint = f"; did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
-        return f"{self.setting} ({self.action}) has no effect{where}: {self.reason}{hint}"
+        return f"{self.setting} ({self.action}) has no effect in {places}: {self.reason}{hint}"
 
 
 class Setting(NamedTuple):
@@ -141,7 +140,7 @@ def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True)
             f"the policy decides {len(policy.layers)} layers and the model has {len(catalogue.layers)};"
             " make the policy for this model"
         )
-    report = _Report()
+    inside, outside = _Report(catalogue.layers), _Report((catalogue.root,))
     done: dict[tuple[int, int], tuple[ResolvedLayer, list[_Outcome]]] = {}
 
     def layer(index: int | None, settings: LayerPolicy, operators: tuple[Operator, ...]) -> ResolvedLayer:
@@ -151,7 +150,7 @@ def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True)
             done[key] = _resolve_layer(settings, operators, from_file=policy.origin == "file")
         resolved, outcomes = done[key]
         for outcome in outcomes:
-            report.add(index, outcome)
+            (outside if index is None else inside).add(index, outcome)
         return resolved
 
     layers = [
@@ -159,9 +158,9 @@ def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True)
         for index, (settings, operators) in enumerate(zip(policy.layers, catalogue.layers, strict=True))
     ]
     root = layer(None, policy.root, catalogue.root)
-    layers = count_in_operators(layers)
-    unused = report.unused(catalogue)
-    resolution = Resolution(tuple(layers), root, unused, report.settings())
+    root, *layers = count_in_operators([root, *layers])
+    unused = inside.unused() + outside.unused()
+    resolution = Resolution(tuple(layers), root, unused, inside.settings() + outside.settings())
     if require_match and resolution.unmatched:
         raise UnmatchedError("\n".join(str(item) for item in resolution.unmatched))
     return resolution
@@ -339,9 +338,10 @@ class _Collectives:
 
 
 class _Report:
-    """Gathers outcomes over layers into one line a setting and reason."""
+    """Gathers outcomes over layers, or those of the root, into one line a setting and reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Sequence[tuple[Operator, ...]]) -> None:
+        self.kinds = kinds
         self.matched: dict[tuple[object, str], bool] = {}
         self.layers: dict[tuple[object, str, str], list[int]] = {}
         self.alike: dict[_Outcome, list[int]] = {}
@@ -367,9 +367,9 @@ class _Report:
             if outcome.named or outcome.label != "the whole layer"
         )
 
-    def unused(self, catalogue: Catalogue) -> tuple[Unused, ...]:
+    def unused(self) -> tuple[Unused, ...]:
         items: list[Unused] = []
-        trees: dict[bool, NameTree] = {}
+        tree: NameTree | None = None
         for (setting, action, reason), layers in self.layers.items():
             builtin = setting.builtin if isinstance(setting, (Rule, CommRule)) else False
             label = str(setting.pattern) if isinstance(setting, (Rule, CommRule)) else "the whole layer"
@@ -380,13 +380,10 @@ class _Report:
                 continue
             if builtin and self._sibling_matched(setting, action):
                 continue
-            inside = bool(layers)
-            if inside not in trees:
-                kinds = catalogue.layers if inside else (catalogue.root,)
-                trees[inside] = NameTree.of(
-                    dict.fromkeys(name for kind in kinds for o in kind for name in (o.name, *o.aliases))
-                )
-            near = setting.pattern.nearest(trees[inside]) if isinstance(setting, (Rule, CommRule)) else ()
+            tree = tree or NameTree.of(
+                dict.fromkeys(name for kind in self.kinds for o in kind for name in (o.name, *o.aliases))
+            )
+            near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CommRule)) else ()
             items.append(
                 Unused(label, action, tuple(layers), "no operator or module has this name", "unmatched", near, builtin)
             )

@@ -16,16 +16,17 @@ from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.operators.wrappers import Function, Wrappers
-from lowtide.policy import Catalogue, Keep, LayerPolicy, Policy, Recompute, Resolution, Swap, Unused, resolve
+from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Recompute, Resolution, Swap, Unused, resolve
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
-from lowtide.runtime.ledger import Ledger, Line
+from lowtide.runtime.ledger import ROOT, Ledger, Line, where
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
 from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.root import RootFollower
 from lowtide.runtime.swap import SwapManager
 
 __all__ = ["Handle", "Structure", "apply", "structure_of"]
@@ -70,10 +71,8 @@ def apply(
             f"the policy decides {len(policy.layers)} layers and {found.path or 'the model'} has {len(found.modules)};"
             " make the policy for this model, or name its layers"
         )
-    if policy.root != LayerPolicy():
-        raise PolicyError(f"decisions for what is outside the layers are not carried out: {policy.root}; keep the root")
     warn_of_idle_settings(policy)
-    handle = Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
+    handle = Handle(model, found, policy, limits or Limits(), verify=verify, partial=partial)
     handle.start(learnt or {})
     return handle
 
@@ -82,7 +81,14 @@ class Handle:
     """A Policy at work on a model."""
 
     def __init__(
-        self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False, partial: bool = False
+        self,
+        model: nn.Module,
+        layers: Layers,
+        policy: Policy,
+        limits: Limits,
+        *,
+        verify: bool = False,
+        partial: bool = False,
     ) -> None:
         self.layers, self.policy, self.verify, self.partial = layers, policy, verify, partial
         self.kinds: dict[Structure, LayerKind] = {}
@@ -92,6 +98,11 @@ class Handle:
         found = Counter(module for layer in layers.modules for module in layer.modules())
         self.shared_modules = {module for module, layers_with_it in found.items() if layers_with_it > 1}
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
+        self.root: RootFollower | None = None
+        if policy.root != LayerPolicy():
+            self._refuse_root()
+            self.root = RootFollower(model, layers.modules, self.manager, verify=verify)
+            self.root.learnt = self._root_learnt
         self._gathering = [
             layer.register_forward_pre_hook(GatherAgain(index))
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
@@ -100,7 +111,9 @@ class Handle:
     def start(self, known: Mapping[Structure, LayerKind]) -> None:
         """Do what the Policy says where the operators are known; learn those that are not when they next run."""
         layers = self.policy.layers
-        if not any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in layers):
+        if self.root is not None:
+            self.root.watch()
+        elif not any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in layers):
             return
         unknown: set[Structure] = set()
         for follower in self.followers:
@@ -120,24 +133,30 @@ class Handle:
 
     @property
     def kept(self) -> tuple[tuple[int, str], ...]:
-        """The (layer, operator) pairs that were to be recomputed and are kept, since their call cannot be repeated."""
-        return tuple(
-            (follower.index, name)
-            for follower in self.followers
-            if follower.program is not None
-            for name in follower.program.refused
-        )
+        """The (layer, operator) pairs that were to be recomputed and are kept, since their call cannot be repeated.
+
+        The root has the place -1.
+        """
+        programs = [(follower.index, follower.program) for follower in self.followers]
+        programs += [(ROOT, self.root.program)] if self.root is not None else []
+        return tuple((index, name) for index, program in programs if program for name in program.refused)
 
     def receipt(self) -> Receipt:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
-        more = [f"{name} in layer {index} is kept: its call cannot be repeated" for index, name in self.kept]
-        kinds = [follower.kind or self.kinds.get(follower.kind_of) for follower in self.followers]
+        more = [f"{name} in {where(index)} is kept: its call cannot be repeated" for index, name in self.kept]
+        kinds = {one.index: one.kind or self.kinds.get(one.kind_of) for one in self.followers}
+        if self.root is not None:
+            kinds[ROOT] = self.root.kind
+            if self.root.kind is None:
+                more.append(f"the model has not run as a whole: what was decided for {where(ROOT)} had no effect")
         receipt = write_receipt(self.policy, self.resolution, kinds, self.ledger, more)
         self.ledger.clear()
         return receipt
 
     def remove(self) -> None:
         """Leave the model as it was."""
+        if self.root is not None:
+            self.root.remove()
         for follower in self.followers:
             follower.remove()
         for hook in self._gathering:
@@ -147,25 +166,59 @@ class Handle:
     def _learnt(self, kind_of: Structure, kind: LayerKind) -> None:
         """Layers of one structure are known: its layers do from now on what the Policy says."""
         self.kinds[kind_of] = kind
-        complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds)
+        self._install(kind.catalogue)
+
+    def _root_learnt(self) -> None:
+        """The root is known as well: what is due of it in the layers, and where the model ends, is known now."""
+        for follower in self.followers:
+            follower.renew()
+        known = list(self.kinds.values())
+        self._install(known[-1].catalogue if known else ())
+
+    def _install(self, unknown: tuple[Operator, ...]) -> None:
+        """Do what the Policy says in all that is known.
+
+        A structure that has not run yet counts as many operators as ``unknown``; there is nothing better to go by.
+        """
+        root = self.root if self.root is not None and self.root.kind is not None else None
+        complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds) and (
+            self.root is root
+        )
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
-        # A structure that has not run yet counts as many operators as this one; there is nothing better to go by.
-        catalogue = Catalogue(tuple(catalogues.get(one.kind_of, kind.catalogue) for one in self.followers))
+        catalogue = Catalogue(
+            tuple(catalogues.get(one.kind_of, unknown) for one in self.followers),
+            root.kind.catalogue if root is not None and root.kind is not None else (),
+        )
         resolution = resolve(self.policy, catalogue, require_match=complete and not self.partial)
         if complete:
             self.resolution = resolution
-        offset = 0
-        spans = []
-        for index, operators in enumerate(catalogue.layers):
-            spans.append(Span(self.manager, offset, len(operators), index == len(catalogue.layers) - 1))
-            offset += len(operators)
-        for follower, span, resolved in zip(self.followers, spans, resolution.layers, strict=True):
-            follower.span, follower.resolved = span, resolved
         due: frozenset[int] = frozenset()
-        for follower, span in zip(self.followers, spans, strict=True):
+        operators = sum(map(len, catalogue.layers))
+        if root is not None:
+            root.compile(resolution.root, operators)
+            root.install(operators)
+            due = root.due(operators)
+        # With a root that is decided, the model ends after its last layer.
+        last = self.followers[-1] if self.root is None or self.root.idle else None
+        offset = 0
+        for follower, names, resolved in zip(self.followers, catalogue.layers, resolution.layers, strict=True):
+            follower.resolved = resolved
+            follower.span = Span(self.manager, offset, len(names), follower is last)
+            offset += len(names)
+        for follower in self.followers:
+            assert follower.span is not None
             if follower.kind_of in self.kinds or follower.compiled:
                 follower.install(due)
-            due = frozenset(number - span.count for number in due | follower.due if number > span.count)
+            count = follower.span.count
+            due = frozenset(number - count for number in due | follower.due if number > count)
+
+    def _refuse_root(self) -> None:
+        """Raise where what was decided for the root cannot be carried out."""
+        settings = self.policy.root
+        if settings.communication:
+            raise PolicyError(f"collectives outside the layers cannot be decided: {settings}")
+        if any(follower.compiled for follower in self.followers):
+            raise PolicyError(f"what is outside compiled layers cannot be decided: {settings}; do not compile them")
 
     def _watch_after(self, frozen: _Follower) -> None:
         """A layer whose parameters and input need no gradients saves nothing: learn it from the next one alike."""
@@ -198,11 +251,14 @@ class _Follower:
         """Whether the layer, though it keeps everything or recomputes it, tells the schedule that it runs."""
         self.compiled_layer: CompiledLayer | None = None
         self.compiled = has_compiled(self.layer)
-        if self.whole:
-            line = handle.ledger.line(index, WHOLE)
-            self.wrappers.wrap(self.layer, lambda forward: self._unless_learning(forward, line))
+        self._recompute_whole()
         if self.compiled:
             self._install_compiled()
+
+    def _recompute_whole(self) -> None:
+        if self.whole:
+            line = self.handle.ledger.line(self.index, WHOLE)
+            self.wrappers.wrap(self.layer, lambda forward: self._unless_learning(forward, line))
 
     def _install_compiled(self) -> None:
         """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
@@ -271,6 +327,18 @@ class _Follower:
         elif due and self.compiled_layer is None:
             self.wrappers.wrap(layer, lambda forward: pass_by(forward, span, self.index), compiled_call(layer))
             self.noticed = True
+
+    def renew(self) -> None:
+        """Be ready to be installed again."""
+        if self.tracker is not None:  # it will be, once it is learnt
+            return
+        if self.decided is not None:
+            self.decided.remove()
+            self.decided = None
+        if self.noticed:
+            self.wrappers.remove()
+            self.noticed = False
+            self._recompute_whole()
 
     def remove(self) -> None:
         self._undo()

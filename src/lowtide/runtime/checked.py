@@ -19,7 +19,7 @@ from lowtide.runtime.saved import Saved, unpack
 if TYPE_CHECKING:
     from lowtide.runtime.run import Run
 
-__all__ = ["LayerCheck", "bits", "checksum"]
+__all__ = ["LayerCheck", "bits", "checked", "checksum"]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -48,6 +48,13 @@ class _Checked:
         return tensor
 
 
+def checked(saved: Tensor | Saved, tensor: Tensor, number: int, where: str) -> Tensor | Saved:
+    """What is saved in place of a tensor, so that it proves itself when it comes back."""
+    if isinstance(saved, Tensor):
+        return saved
+    return _Checked(saved, tensor, f"tensor {number} of {where}, of shape {tuple(tensor.shape)},")
+
+
 class LayerCheck:
     """Watches a layer in every step, and compares with what was learnt."""
 
@@ -66,9 +73,6 @@ class LayerCheck:
             if number < len(self.kind.packs):
                 learnt, seen = self.kind.packs[number], self.watcher.packs[-1]
                 run.changed |= (learnt.source, learnt.owner) != (seen.source, seen.owner)
-            if isinstance(saved, Tensor):
-                return saved
-            what = f"tensor {number} of layer {self.index}, of shape {tuple(tensor.shape)},"
-            return _Checked(saved, tensor, what)
+            return checked(saved, tensor, number, f"layer {self.index}")
 
         return pack

@@ -18,6 +18,8 @@ __all__ = ["CallRunner", "intercept"]
 class CallRunner(Protocol):
     """Runs a call that was listened for."""
 
+    paused: bool
+    """Whether what runs now is somebody else's."""
     turns: dict[Any, int]
     """How often each module with several calls has run so far."""
 
@@ -93,7 +95,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = self.wanted.get(func)
-        if names is not None:
+        if names is not None and not self.runner.paused:
             turn = self.turns.get(func, 0)
             self.turns[func] = turn + 1
             name = names.get(turn)

@@ -11,7 +11,10 @@ import torch
 from lowtide.cost.stopwatch import moment, seconds_between
 from lowtide.runtime.host import HostBuffer
 
-__all__ = ["Ledger", "Line"]
+__all__ = ["ROOT", "Ledger", "Line", "where"]
+
+ROOT = -1
+"""Stands where a layer's place does, for what is outside the layers."""
 
 TIMED = 65_536
 """Timed events that wait for a receipt; older ones are forgotten, so that a run without receipts does not grow."""
@@ -19,8 +22,13 @@ TIMED = 65_536
 Clock: TypeAlias = Literal["copy_seconds", "stall_seconds", "recompute_seconds"]
 
 
+def where(layer: int) -> str:
+    """A layer, or the root, in words."""
+    return "the root" if layer == ROOT else f"layer {layer}"
+
+
 class Line:
-    """The counts of one operator of one layer."""
+    """The counts of one operator of one layer, or of the root."""
 
     __slots__ = (
         "copy_seconds", "freed_bytes", "handed_back_bytes", "kept_bytes", "layer", "moved_bytes",
@@ -40,6 +48,11 @@ class Line:
         self.moved_bytes = self.spared_bytes = self.freed_bytes = self.handed_back_bytes = self.kept_bytes = 0
         self.copy_seconds = self.stall_seconds = self.recompute_seconds = 0.0
         self.notes.clear()
+
+    @property
+    def whose(self) -> str:
+        """The operator and where it is, in words."""
+        return f"{self.operator} of {where(self.layer)}"
 
     def keep(self, size: int, reason: str) -> None:
         """``size`` bytes that were to leave stay on the device."""

@@ -115,14 +115,21 @@ def compile_layer(
     boundary: Keep | Swap,
     ledger: Ledger,
     due_before: frozenset[int] = frozenset(),
+    *,
+    positions: Sequence[int] | None = None,
+    noticed: bool = False,
 ) -> LayerProgram:
-    """Work out what layer ``index`` does; ``due_before`` is what earlier layers have due in it."""
+    """Work out what layer ``index`` does; ``due_before`` is what earlier layers have due in it.
+
+    ``positions`` are the places of the operators that save, where they do not follow each other as in a layer. With
+    ``noticed`` each of them is noticed when it runs, whatever is due.
+    """
     facts = {operator.name: operator for operator in kind.operators}
     asked = [name for name, decision in decisions.items() if isinstance(decision, Recompute)]
     recomputed = frozenset(name for name in asked if facts[name].repeatable)
     by_node = from_nodes(kind.packs, [(call.name, call.reads) for call in kind.calls], recomputed)
     captured = recomputed - by_node
-    positions = kind.positions
+    positions = positions or kind.positions
     first = {pack.storage: number for number, pack in reversed(list(enumerate(kind.packs)))}
     last = {pack.storage: number for number, pack in enumerate(kind.packs)}
 
@@ -143,7 +150,7 @@ def compile_layer(
     actions: list[Action | Keeping | None] = []
     for number, (position, pack) in enumerate(zip(positions, kind.packs, strict=True)):
         decision = decide(pack)
-        reached = bool(waiting) and waiting[0] <= position
+        reached = noticed or (bool(waiting) and waiting[0] <= position)
         while waiting and waiting[0] <= position:
             waiting.pop(0)
         # Inside the layer nobody wrote to the others when it was learnt, and outside it nobody else has them.

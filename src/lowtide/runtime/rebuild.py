@@ -162,7 +162,7 @@ class Repeated:
                 operand = operand.tensor()
             elif operand._version:  # it was at none when the call was read
                 raise RebuildError(
-                    f"{self.line.operator} of layer {self.line.layer} cannot be recomputed: one of its inputs was"
+                    f"{self.line.whose} cannot be recomputed: one of its inputs was"
                     " changed in place after it ran; keep this operator"
                 )
             given.append(operand)
@@ -345,7 +345,7 @@ class CapturedCall:
                 return unpack(tensor).detach().requires_grad_(value.requires_grad)
             if version_of(tensor) != value.version:
                 raise RebuildError(
-                    f"{self.line.operator} of layer {self.line.layer} cannot be recomputed: one of its inputs was"
+                    f"{self.line.whose} cannot be recomputed: one of its inputs was"
                     f" changed in place after it ran (version {version_of(tensor)}, expected {value.version});"
                     " keep this operator"
                 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.operators.effect import freed_by_recompute
 from lowtide.operators.kinds import LayerKind
 from lowtide.policy import Policy, Recompute, Resolution, Setting, format_layers
-from lowtide.runtime.ledger import Ledger, Line
+from lowtide.runtime.ledger import ROOT, Ledger, Line
 from lowtide.runtime.program import BOUNDARY, WHOLE
 from lowtide.units import format_bytes, format_seconds
 
@@ -23,6 +23,7 @@ class OperatorReceipt(NamedTuple):
     """What became of one operator's tensors in one layer."""
 
     layer: int
+    """-1 for the root."""
     operator: str
     swaps: int
     """How many tensors left."""
@@ -55,6 +56,7 @@ class SettingReceipt(NamedTuple):
     action: str
     """What it asked for."""
     layers: tuple[int, ...]
+    """Empty for the root."""
     operators: tuple[str, ...]
     """The operators it decided."""
     freed_bytes: int | None
@@ -94,7 +96,7 @@ class Receipt(NamedTuple):
         for one in self.settings:
             table.add_row(
                 f"{one.setting}: {one.action}",
-                format_layers(one.layers),
+                format_layers(one.layers) or "root",
                 _few(one.operators),
                 format_bytes(one.moved_bytes) if one.moved_bytes else "",
                 format_bytes(one.freed_bytes) if one.freed_bytes is not None else "?",
@@ -116,11 +118,11 @@ class Receipt(NamedTuple):
 def write_receipt(
     policy: Policy,
     resolution: Resolution | None,
-    kinds: Sequence[LayerKind | None],
+    kinds: Mapping[int, LayerKind | None],
     ledger: Ledger,
     more: Iterable[str] = (),
 ) -> Receipt:
-    """Sum up what the ledger counted; ``kinds`` has the kind of each layer where it is known."""
+    """Sum up what the ledger counted; ``kinds`` has the kind of each layer, and of the root, where it is known."""
     ledger.settle()
     lines = [line for line in ledger.lines.values() if _busy(line)]
     operators = tuple(_operator(line) for line in sorted(lines, key=lambda line: line.layer))
@@ -161,21 +163,28 @@ def _operator(line: Line) -> OperatorReceipt:
     )
 
 
-def _setting(setting: Setting, kinds: Sequence[LayerKind | None], ledger: Ledger) -> SettingReceipt:
+def _setting(setting: Setting, kinds: Mapping[int, LayerKind | None], ledger: Ledger) -> SettingReceipt:
+    places = setting.layers or (ROOT,)
     if setting.setting == WHOLE and setting.action == "recompute":
         named: tuple[str, ...] = (WHOLE, *setting.decided)
     else:
         named = setting.decided or ((BOUNDARY,) if not setting.operators else ())
-    lines = [ledger.lines[key] for key in ((i, name) for i in setting.layers for name in named) if key in ledger.lines]
+    lines = [ledger.lines[key] for key in ((i, name) for i in places for name in named) if key in ledger.lines]
     notes = list(_notes(lines))
     back = sum(line.handed_back_bytes for line in lines)
     if back:
         notes.append(f"{format_bytes(back)} still on the device when backward asked for it")
     freed: int | None = sum(line.freed_bytes for line in lines)
-    if setting.action == "recompute":
-        known = [kinds[index] for index in setting.layers]
-        freed = None if None in known else sum(freed_by_recompute(k, setting.decided) for k in known if k is not None)
-        if freed is not None and freed <= 0 and setting.decided:
+    kinds_there = [kind for index in places if (kind := kinds.get(index)) is not None]
+    known = len(kinds_there) == len(places)
+    recomputed = setting.action == "recompute"
+    if recomputed:
+        freed = sum(freed_by_recompute(kind, setting.decided) for kind in kinds_there) if known else None
+    if known and setting.decided:
+        if not any(one.owned for kind in kinds_there for one in kind.operators if one.name in setting.decided):
+            outside = " outside the layers" if ROOT in places else ""
+            notes.append(f"no effect: nothing of it is saved for backward{outside}")
+        elif recomputed and freed is not None and freed <= 0:
             notes.append("no effect: what it is rebuilt from is as large as what it holds")
     return SettingReceipt(
         setting.setting,

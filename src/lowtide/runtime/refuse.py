@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide._torch_private import under_compilation
 from lowtide.errors import PolicyError
+from lowtide.runtime.ledger import where
 
 __all__ = ["refuse_compilation"]
 
@@ -12,7 +13,7 @@ def refuse_compilation(index: int) -> None:
     """Raise if the layer is being compiled, or runs as a part of something that is."""
     if under_compilation():
         raise PolicyError(
-            f"layer {index} runs inside torch.compile, where single operators cannot be decided and nothing can be"
+            f"{where(index)} runs inside torch.compile, where single operators cannot be decided and nothing can be"
             " swapped; recompute the layer as a whole, or compile its layers first and then apply a Policy that swaps"
             " whole layers"
         )

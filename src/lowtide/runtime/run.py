@@ -141,6 +141,9 @@ class Run:
 class CapturingRun(Run):
     """One run of a layer in which calls are captured. ``end`` empties it."""
 
+    paused = False
+    """Whether what runs now is somebody else's."""
+
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         super().__init__(program, manager, first)
         self.program = program

@@ -100,7 +100,7 @@ class Swapped:
             source = self.source  # another thread's forward may let it go meanwhile
             if self.mutated or (source is not None and source._version != self.version):
                 raise SwapError(
-                    f"what {self.line.operator} of layer {self.line.layer} produced was changed in place after it was"
+                    f"what {self.line.whose} produced was changed in place after it was"
                     " saved for backward; autograd would refuse it too: keep the tensor, or do not write into it"
                 )
             if source is not None:
@@ -144,8 +144,7 @@ class Swapped:
             raise
         except RuntimeError as error:
             raise SwapError(
-                f"what {self.line.operator} of layer {self.line.layer} produced could not be copied back to"
-                f" {self.device}, twice: {error}"
+                f"what {self.line.whose} produced could not be copied back to {self.device}, twice: {error}"
             ) from error
 
     def _bring_back(self) -> None:

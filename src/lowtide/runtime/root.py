@@ -1,0 +1,196 @@
+"""Carry out what was decided for the root: what a model computes outside its layers.
+
+[Note: the root]
+The root is followed as a layer is, except while a layer runs. Its hooks are taken off when a layer begins and put back
+when it ends, so that in the layers everything is as it would be without them. Its operators are numbered with those of
+the layers: some come before the first layer, the others after the last. What a layer saves of the root's, such as a
+rotary table, is not the root's to move: it stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from lowtide.operators.calls import Site
+from lowtide.operators.kinds import LayerKind, layer_kind
+from lowtide.operators.root import Root
+from lowtide.operators.wrappers import Function, Wrappers, around
+from lowtide.policy import ResolvedLayer
+from lowtide.runtime.checked import checked
+from lowtide.runtime.intercept import intercept
+from lowtide.runtime.layer import Span, keeping
+from lowtide.runtime.ledger import ROOT, where
+from lowtide.runtime.program import LayerProgram, compile_layer
+from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.run import CapturingRun
+from lowtide.runtime.saved import Pack, Saved, unpack
+from lowtide.runtime.swap import SwapManager
+
+__all__ = ["RootFollower"]
+
+
+class RootFollower:
+    """What is attached to a model for what it computes outside its layers: a tracker that learns, or its decisions."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], manager: SwapManager, *, verify: bool) -> None:
+        self.model, self.layers, self.manager, self.verify = model, layers, manager, verify
+        self.kind: LayerKind | None = None
+        self.before = 0
+        """How many of its operators come before the first layer."""
+        self.program: LayerProgram | None = None
+        self.decided: _DecidedRoot | None = None
+        self.watched: Root | None = None
+        self.watching = ExitStack()
+        self.learnt: Callable[[], None] | None = None
+        """Called when the root has become known, for the first time or anew."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the root is known, and keeps everything."""
+        return self.program is not None and self.program.idle
+
+    def watch(self) -> None:
+        """Learn the root when the model next runs with gradients."""
+        self.remove()
+        self.watched = Root(self.model, self.layers)
+        self.watched.tracker.listener = self
+        self.watching.enter_context(self.watched.watch())
+
+    def compile(self, resolved: ResolvedLayer, between: int) -> None:
+        """Work out what the root does; ``between`` is the number of operators in the layers."""
+        assert self.kind is not None
+        positions = [place if place < self.before else place + between for place in self.kind.positions]
+        decisions, boundary, ledger = resolved.decisions, resolved.boundary, self.manager.ledger
+        self.program = compile_layer(ROOT, self.kind, decisions, boundary, ledger, positions=positions, noticed=True)
+
+    def install(self, between: int) -> None:
+        """Do what was worked out, as far as that is anything."""
+        assert self.kind is not None
+        assert self.program is not None
+        self.remove()
+        if not self.program.idle:
+            span = Span(self.manager, -self.before, between + len(self.kind.operators), last=True)
+            self.decided = _DecidedRoot(self, self.program, span)
+
+    def due(self, between: int) -> frozenset[int]:
+        """How many operators after the first layer's first, and in the layers, something of the root is due."""
+        if self.program is None or self.program.idle:
+            return frozenset()
+        return frozenset(number - self.before for number in self.program.due if 0 <= number - self.before < between)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self.watching.close()
+        if self.decided is not None:
+            self.decided.remove()
+            self.decided = None
+
+    # While the root is learnt, the tracker tells the follower and the follower the watcher.
+
+    def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compilation(ROOT)
+        assert self.watched is not None
+        self.watched.watcher.layer_begins(args, kwargs)
+
+    def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.watched is not None
+        self.watched.watcher.call_begins(name, site, args, kwargs)
+
+    def call_ends(self, output: Any) -> None:
+        assert self.watched is not None
+        self.watched.watcher.call_ends(output)
+
+    def layer_ends(self, *, completed: bool) -> None:
+        assert self.watched is not None
+        watcher, calls = self.watched.watcher, self.watched.before
+        watcher.layer_ends()
+        if not completed or not torch.is_grad_enabled():
+            return
+        self.watching.close()
+        seen = watcher.result()
+        first = seen.calls[:calls]  # all of them where no layer has run
+        self.kind = layer_kind(self.model, seen)
+        self.before = len({call.name for call in first if call.writes})
+        assert self.learnt is not None
+        self.learnt()
+
+
+class _DecidedRoot:
+    """A model whose operators outside the layers are recomputed or swapped. See [Note: the root]."""
+
+    def __init__(self, follower: RootFollower, program: LayerProgram, span: Span) -> None:
+        self.follower, self.program, self.span = follower, program, span
+        self.run: CapturingRun | None = None
+        self.pack: Pack | None = None
+        """What is on torch's stack of hooks while the model runs."""
+        self.paused: list[bool] = []
+        """For each layer that runs, one inside the other: whether the hooks were taken off for it."""
+        self.wrappers = Wrappers()
+        intercept(follower.model, program.sites, self._running, self.wrappers)
+        self.wrappers.wrap(follower.model, self._follow)
+        self.handles = [hook for layer in follower.layers for hook in around(layer, self._pause, self._resume)]
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self.wrappers.remove()
+        for handle in self.handles:
+            handle.remove()
+
+    def _running(self) -> CapturingRun | None:
+        return self.run if self.run is not None and not self.run.paused else None
+
+    def _follow(self, forward: Function) -> Function:
+        manager = self.follower.manager
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            refuse_compilation(ROOT)
+            if self.run is not None or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            first = self.span.enter()
+            run = self.run = CapturingRun(self.program, manager, first)
+            pack = self.pack = keeping(_checking(run) if self.follower.verify else run.pack, manager)
+            push_saved_tensors_hooks(pack, unpack)
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                pop_saved_tensors_hooks()
+                self.run = self.pack = None
+                run.end()
+            self.span.leave(first, output)
+            if 0 < run.number != len(self.program.actions) or run.changed:
+                self.follower.watch()
+            return output
+
+        return followed
+
+    def _pause(self, layer: nn.Module, args: Any) -> None:
+        top = top_saved_tensors_hooks(False) if self.run is not None else None
+        ours = top is not None and top[0] is self.pack  # others may have put theirs on top, and then ours rest anyway
+        self.paused.append(ours)
+        if ours:
+            assert self.run is not None
+            self.run.paused = True
+            pop_saved_tensors_hooks()
+
+    def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self.paused.pop():
+            assert self.run is not None
+            assert self.pack is not None
+            self.run.paused = False
+            push_saved_tensors_hooks(self.pack, unpack)
+
+
+def _checking(run: CapturingRun) -> Pack:
+    """As the run's own, with proof that what comes back is what left."""
+
+    def pack(tensor: Tensor) -> Tensor | Saved:
+        number = run.number
+        return checked(run.pack(tensor), tensor, number, where(ROOT))
+
+    return pack
