@@ -251,6 +251,47 @@ def test_functions_between_layers_are_the_roots_too() -> None:
         assert handle.ledger.lines[ROOT, "tanh_1"]
 
 
+def test_layers_that_are_learnt_while_the_root_is_at_work() -> None:
+    """They have a structure of their own, and do not run in the first steps."""
+
+    class Other(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(self.norm(x), scale)
+
+    class Skipping(Model):
+        skip = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Other(), Layer()])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            scale = torch.linspace(0.5, 1.5, 2 * WIDTH, device=tokens.device).exp()
+            x = torch.tanh(self.embedding(tokens))
+            for layer in self.layers:
+                if not (self.skip and isinstance(layer, Other)):
+                    x = layer(x, scale)
+            return self.head(functional.silu(self.norm(x))).float().square().mean()
+
+    def run(policy: Policy | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Skipping().to("tide")
+        if policy is not None:
+            apply(model, policy, layers="layers", limits=ALL)
+        found = values(model)
+        model.skip = False
+        return found + values(model)
+
+    expected = run(None)
+    for decision in (Swap(2), Recompute()):
+        assert same(run(outside(decision=decision, layers=LAYER_POLICIES["swapped"])), expected)
+    assert top_saved_tensors_hooks(False) is None
+
+
 def test_a_root_that_takes_another_way_is_learnt_again() -> None:
     flag = [False]
 

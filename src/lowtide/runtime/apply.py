@@ -180,24 +180,20 @@ class Handle:
 
         A structure that has not run yet counts as many operators as ``unknown``; there is nothing better to go by.
         """
-        root = self.root if self.root is not None and self.root.kind is not None else None
-        complete = {one.kind_of for one in self.followers if not one.compiled} <= set(self.kinds) and (
-            self.root is root
-        )
+        outside = self.root.kind if self.root is not None else None
+        structures = {one.kind_of for one in self.followers if not one.compiled}
+        complete = structures <= set(self.kinds) and (self.root is None or outside is not None)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
         catalogue = Catalogue(
             tuple(catalogues.get(one.kind_of, unknown) for one in self.followers),
-            root.kind.catalogue if root is not None and root.kind is not None else (),
+            outside.catalogue if outside is not None else (),
         )
         resolution = resolve(self.policy, catalogue, require_match=complete and not self.partial)
         if complete:
             self.resolution = resolution
         due: frozenset[int] = frozenset()
-        operators = sum(map(len, catalogue.layers))
-        if root is not None:
-            root.compile(resolution.root, operators)
-            root.install(operators)
-            due = root.due(operators)
+        if self.root is not None and outside is not None:
+            due = self.root.install(resolution.root, sum(map(len, catalogue.layers)))
         # With a root that is decided, the model ends after its last layer.
         last = self.followers[-1] if self.root is None or self.root.idle else None
         offset = 0

@@ -62,26 +62,23 @@ class RootFollower:
         self.watched.tracker.listener = self
         self.watching.enter_context(self.watched.watch())
 
-    def compile(self, resolved: ResolvedLayer, between: int) -> None:
-        """Work out what the root does; ``between`` is the number of operators in the layers."""
-        assert self.kind is not None
-        positions = [place if place < self.before else place + between for place in self.kind.positions]
-        decisions, boundary, ledger = resolved.decisions, resolved.boundary, self.manager.ledger
-        self.program = compile_layer(ROOT, self.kind, decisions, boundary, ledger, positions=positions, noticed=True)
+    def install(self, resolved: ResolvedLayer, between: int) -> frozenset[int]:
+        """Do what the Policy says, as far as that is anything; ``between`` is the number of operators in the layers.
 
-    def install(self, between: int) -> None:
-        """Do what was worked out, as far as that is anything."""
+        Given back is how many operators after the first layer's first something of the root is due in the layers.
+        """
         assert self.kind is not None
+        if self.decided is None or self.decided.run is None:  # inside a run there is no changing it
+            self.remove()
+            positions = [place if place < self.before else place + between for place in self.kind.positions]
+            decisions, boundary, ledger = resolved.decisions, resolved.boundary, self.manager.ledger
+            self.program = compile_layer(
+                ROOT, self.kind, decisions, boundary, ledger, positions=positions, noticed=True
+            )
+            if not self.program.idle:
+                span = Span(self.manager, -self.before, between + len(self.kind.operators), last=True)
+                self.decided = _DecidedRoot(self, self.program, span)
         assert self.program is not None
-        self.remove()
-        if not self.program.idle:
-            span = Span(self.manager, -self.before, between + len(self.kind.operators), last=True)
-            self.decided = _DecidedRoot(self, self.program, span)
-
-    def due(self, between: int) -> frozenset[int]:
-        """How many operators after the first layer's first, and in the layers, something of the root is due."""
-        if self.program is None or self.program.idle:
-            return frozenset()
         return frozenset(number - self.before for number in self.program.due if 0 <= number - self.before < between)
 
     def remove(self) -> None:
