@@ -179,11 +179,12 @@ class Watcher:
 
     def resume(self) -> None:
         """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
+        if self.hooks is None:
+            hooks = self.pack
+            push_saved_tensors_hooks(hooks, held_tensor)  # torch may refuse it
+            self.hooks = hooks
         self.kernels = _Kernels(self)
         self.kernels.__enter__()
-        if self.hooks is None:
-            self.hooks = self.pack
-            push_saved_tensors_hooks(self.hooks, held_tensor)
 
     def layer_ends(self, *, completed: bool = True) -> None:
         self.pause()
@@ -194,8 +195,9 @@ class Watcher:
         if top is not None and top[0] is self.hooks:  # others may have put theirs on top: then ours rest anyway
             self.hooks = None
             pop_saved_tensors_hooks()
-        assert self.kernels is not None
-        self.kernels.__exit__(None, None, None)
+        if self.kernels is not None:
+            self.kernels.__exit__(None, None, None)
+            self.kernels = None
 
     def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.open = _OpenCall(name, site)
@@ -232,7 +234,11 @@ class Watcher:
             number = self.origin(tensor).number
             for call in [*self.calls, *([self.open] if self.open else [])]:
                 call.repeatable &= number not in call.inputs
+            if self.open is not None and number not in self.open.made:
+                self.open.repeatable = False  # a buffer of its own, such as running statistics
             self.packs = [pack._replace(rewritten=True) if pack.storage == number else pack for pack in self.packs]
+        if self.open is not None:
+            self.open.made.update(self.origin(tensor).number for tensor in made)
         if name in _FACTORIES:
             return
         origins = [self.origin(tensor) for tensor in given]
@@ -292,6 +298,8 @@ class _OpenCall:
         self.name, self.site = name, site
         self.reads: dict[str, None] = {}
         self.inputs: dict[int, int] = {}
+        self.made: set[int] = set()
+        """The storages that it made."""
         self.writes = self.random = False
         self.repeatable = True
 

@@ -14,27 +14,24 @@ Function = Callable[..., Any]
 
 
 class Wrappers:
-    """The ``forward`` of modules, replaced; ``remove`` puts back what was there."""
+    """The ``forward`` of modules, replaced; ``remove`` takes that back, and nothing that others put there meanwhile."""
 
     def __init__(self) -> None:
-        self.before: dict[tuple[nn.Module, str], Function | None] = {}
+        self.made: list[_Forward] = []
 
     def wrap(self, module: nn.Module, make: Callable[[Function], Function], attribute: str = "forward") -> None:
         """Replace the module's ``forward``, or another function of it, by what ``make`` makes of it."""
-        forward = vars(module).get(attribute)
-        self.before.setdefault((module, attribute), forward)
-        wrapped = _Forward(make(getattr(module, attribute)))
-        wrapped.module, wrapped.before = module, forward
+        inner = getattr(module, attribute)
+        wrapped = _Forward(make(inner))
+        wrapped.module, wrapped.attribute, wrapped.inner = module, attribute, inner
+        wrapped.before = vars(module).get(attribute)
         setattr(module, attribute, wrapped)
+        self.made.append(wrapped)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        for (module, attribute), forward in self.before.items():
-            if forward is not None:
-                setattr(module, attribute, forward)
-            elif attribute in vars(module):
-                delattr(module, attribute)
-        self.before.clear()
+        while self.made:
+            self.made.pop().remove()
 
 
 class _Forward(partial):  # type: ignore[type-arg]
@@ -44,7 +41,26 @@ class _Forward(partial):  # type: ignore[type-arg]
     """
 
     module: nn.Module
+    attribute: str
+    inner: Function
+    """What it stands around."""
     before: Function | None
+    """What the module had of its own; None if it had its class's."""
+    removed = False
+
+    def remove(self) -> None:
+        """Be gone, or, where somebody has wrapped this, only hand on what it is given."""
+        self.removed = True
+        if vars(self.module).get(self.attribute) is not self:
+            self.__setstate__((self.inner, (), {}, vars(self)))  # type: ignore[attr-defined]
+            return
+        before = self.before
+        while isinstance(before, _Forward) and before.removed:
+            before = before.before
+        if before is not None:
+            setattr(self.module, self.attribute, before)
+        else:
+            delattr(self.module, self.attribute)
 
     def __reduce__(self) -> Any:
         # The module itself is being copied, and its copy has no `forward` of its own yet: this finds its class's.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -126,8 +127,10 @@ class _DecidedRoot:
         self.run: CapturingRun | None = None
         self.pack: Pack | None = None
         """What is on torch's stack of hooks while the model runs."""
-        self.paused: list[bool] = []
-        """For each layer that runs, one inside the other: whether the hooks were taken off for it."""
+        self.thread = 0
+        """The thread that runs the model; what others do with its layers is theirs."""
+        self.paused: list[tuple[nn.Module, bool]] = []
+        """The layers that run, one inside the other, and whether the hooks were taken off for it."""
         self.wrappers = Wrappers()
         intercept(follower.model, program.sites, self._running, self.wrappers)
         self.wrappers.wrap(follower.model, self._follow)
@@ -140,7 +143,8 @@ class _DecidedRoot:
             handle.remove()
 
     def _running(self) -> CapturingRun | None:
-        return self.run if self.run is not None and not self.run.paused else None
+        run = self.run
+        return run if run is not None and not run.paused and get_ident() == self.thread else None
 
     def _follow(self, forward: Function) -> Function:
         manager = self.follower.manager
@@ -150,14 +154,17 @@ class _DecidedRoot:
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = self.span.enter()
-            run = self.run = CapturingRun(self.program, manager, first)
-            pack = self.pack = keeping(_checking(run) if self.follower.verify else run.pack, manager)
-            push_saved_tensors_hooks(pack, unpack)
+            run = CapturingRun(self.program, manager, first)
+            pack = keeping(_checking(run) if self.follower.verify else run.pack, manager)
+            push_saved_tensors_hooks(pack, unpack)  # torch may refuse it
+            self.run, self.pack, self.thread = run, pack, get_ident()
             try:
                 output = forward(*args, **kwargs)
             finally:
-                pop_saved_tensors_hooks()
+                if self._on_top():  # a layer that was interrupted may not have put them back
+                    pop_saved_tensors_hooks()
                 self.run = self.pack = None
+                self.paused.clear()
                 run.end()
             self.span.leave(first, output)
             if 0 < run.number != len(self.program.actions) or run.changed:
@@ -166,20 +173,26 @@ class _DecidedRoot:
 
         return followed
 
+    def _on_top(self) -> bool:
+        top = top_saved_tensors_hooks(False)
+        return top is not None and top[0] is self.pack
+
     def _pause(self, layer: nn.Module, args: Any) -> None:
-        top = top_saved_tensors_hooks(False) if self.run is not None else None
-        ours = top is not None and top[0] is self.pack  # others may have put theirs on top, and then ours rest anyway
-        self.paused.append(ours)
+        if self.run is None or get_ident() != self.thread:
+            return
+        ours = self._on_top()  # others may have put theirs on top, and then ours rest anyway
+        self.paused.append((layer, ours))
+        self.run.paused = True
         if ours:
-            assert self.run is not None
-            self.run.paused = True
             pop_saved_tensors_hooks()
 
     def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self.paused.pop():
-            assert self.run is not None
-            assert self.pack is not None
-            self.run.paused = False
+        if self.run is None or get_ident() != self.thread or not self.paused or self.paused[-1][0] is not layer:
+            return  # it was not paused for
+        assert self.pack is not None
+        _, ours = self.paused.pop()
+        self.run.paused = bool(self.paused)
+        if ours:
             push_saved_tensors_hooks(self.pack, unpack)
 
 
