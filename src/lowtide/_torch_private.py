@@ -59,6 +59,7 @@ __all__ = [
     "imagined_process_group",
     "inner_tensor",
     "is_any_autocast_enabled",
+    "is_cast",
     "is_collective",
     "is_compiled",
     "is_dynamo_compiling",
@@ -169,6 +170,21 @@ def subclass_wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, counted where a subclass counts and where its plain tensor does."""
     return tensor._version if type(tensor) in PLAIN else tensor._version + inner_tensor(tensor)._version
+
+
+def is_cast(tensor: Tensor, source: Tensor) -> bool:
+    """Whether a tensor, or what it is a view of, is known to autograd as a cast of another, whatever its shape."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    return _before_views(node.next_functions[0][0]) is _before_views(source.grad_fn)
+
+
+def _before_views(node: Any) -> Any:
+    """The node that made what views, which keep the numbers and their order, see in another shape."""
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):
+        node = node.next_functions[0][0]
+    return node
 
 
 def is_collective(function: Any) -> bool:

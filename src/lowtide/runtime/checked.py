@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import inner_tensor
 from lowtide.errors import VerificationError
 from lowtide.operators.calls import CallTracker
+from lowtide.operators.kept import Kept
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.observe import Watcher
 from lowtide.runtime.saved import Saved, unpack
@@ -50,8 +51,8 @@ class _Checked:
 
 def checked(saved: Tensor | Saved, tensor: Tensor, number: int, where: str) -> Tensor | Saved:
     """What is saved in place of a tensor, so that it proves itself when it comes back."""
-    if isinstance(saved, Tensor):
-        return saved
+    if isinstance(saved, Tensor | Kept):
+        return saved  # it stays
     return _Checked(saved, tensor, f"tensor {number} of {where}, of shape {tuple(tensor.shape)},")
 
 

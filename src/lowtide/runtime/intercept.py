@@ -23,8 +23,15 @@ class CallRunner(Protocol):
     turns: dict[Any, int]
     """How often each module with several calls has run so far."""
 
-    def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``function`` as the operator ``name``."""
+    def call(
+        self,
+        name: str,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run ``function``, or a leaf module's, as the operator ``name``."""
 
 
 def intercept(
@@ -43,19 +50,22 @@ def intercept(
             else:
                 functions.setdefault(site.module, {}).setdefault(site.function, {})[site.turn] = name
     for path, names in modules.items():
-        wrappers.wrap(layer.get_submodule(path), partial(_module_call, names=names, running=running))
+        module = layer.get_submodule(path)
+        wrappers.wrap(module, partial(_module_call, module=module, names=names, running=running))
     for path, wanted in functions.items():
         wrappers.wrap(layer.get_submodule(path), partial(_functions, wanted=wanted, running=running))
 
 
-def _module_call(forward: Function, names: list[str], running: Callable[[], CallRunner | None]) -> Function:
+def _module_call(
+    forward: Function, module: nn.Module, names: list[str], running: Callable[[], CallRunner | None]
+) -> Function:
     """A leaf module's forward; its k-th call in a run of the layer is the k-th name."""
     if len(set(names)) == 1:
         name = names[0]
 
         def once(*args: Any, **kwargs: Any) -> Any:
             runner = running()
-            return forward(*args, **kwargs) if runner is None else runner.call(name, forward, args, kwargs)
+            return forward(*args, **kwargs) if runner is None else runner.call(name, forward, args, kwargs, module)
 
         return once
 
@@ -65,7 +75,7 @@ def _module_call(forward: Function, names: list[str], running: Callable[[], Call
             return forward(*args, **kwargs)
         turn = runner.turns.get(several, 0)
         runner.turns[several] = turn + 1
-        return runner.call(names[min(turn, len(names) - 1)], forward, args, kwargs)
+        return runner.call(names[min(turn, len(names) - 1)], forward, args, kwargs, module)
 
     return several
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import ReferenceType
 
@@ -189,7 +190,7 @@ class DecidedLayer:
         """How the layer goes on without hooks, once that is known. See [Note: grafts]."""
         self.wrappers = Wrappers()
         if program.captured:
-            intercept(layer, program.sites, lambda: self.run, self.wrappers)
+            intercept(layer, program.sites, self._running, self.wrappers)
             self.wrappers.wrap(layer, self._capture)
         else:
             # The check follows the whole layer.
@@ -247,6 +248,10 @@ class DecidedLayer:
             return output
 
         return decided
+
+    def _running(self) -> CapturingRun | None:
+        run = self.run
+        return run if run is not None and run.thread == get_ident() else None
 
     def _capture(self, forward: Function) -> Function:
         def capturing(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import is_collective, without_graph
+from lowtide._torch_private import is_collective
 from lowtide.operators.calls import Site
 from lowtide.operators.from_nodes import from_nodes
 from lowtide.operators.kept import Kept, kept_apart
@@ -53,16 +53,16 @@ class Action:
     output: bool
     """Whether the node that saves it made it. See [Note: lifetime]."""
     checked: bool
-    """Whether it may be written to after it is saved, and so is compared when it is used: torch does that by itself
-    only where no hooks are."""
+    """Whether it may be written to after it is saved, and then gets the graph of that write."""
     dtype: torch.dtype
     rank: int
     line: Line
     """Where it is counted."""
 
 
-Keeping: TypeAlias = Callable[[Tensor], "Tensor | Kept"]
-"""How a tensor is kept where nothing else is to be done: apart from the node that made it, or compared when used."""
+Keeping: TypeAlias = Callable[[Tensor], Kept]
+"""How a tensor is kept where nothing else is to be done: compared when it is used, as torch does where no hooks are,
+and apart from its graph where that might be what it is held for."""
 
 
 class Part(NamedTuple):
@@ -80,8 +80,8 @@ class LayerProgram(NamedTuple):
 
     layer: int
     """The layer's place in the model."""
-    actions: tuple[Action | Keeping | None, ...]
-    """One for each tensor that is saved, in order; None keeps it, and a function says how to."""
+    actions: tuple[Action | Keeping, ...]
+    """One for each tensor that is saved, in order; a function keeps it, and says how."""
     captured: Mapping[str, Line]
     """The operators whose calls are captured and repeated, and where that is counted. Those that are recomputed from
     their nodes are not among them."""
@@ -147,7 +147,7 @@ def compile_layer(
         if isinstance(decision, Swap) and not (pack.on_host and decision.tier == "host"):
             due.add(position + decision.prefetch)
     waiting = sorted(due)
-    actions: list[Action | Keeping | None] = []
+    actions: list[Action | Keeping] = []
     for number, (position, pack) in enumerate(zip(positions, kind.packs, strict=True)):
         decision = decide(pack)
         reached = noticed or (bool(waiting) and waiting[0] <= position)
@@ -156,7 +156,7 @@ def compile_layer(
         # Inside the layer nobody wrote to the others when it was learnt, and outside it nobody else has them.
         checked = pack.rewritten or pack.source in ("boundary", "root")
         if isinstance(decision, Keep) and not reached:
-            actions.append(kept_apart if checked else without_graph if pack.output else None)
+            actions.append(kept_apart if checked or pack.output else Kept)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
         final = last[pack.storage] == number
@@ -196,7 +196,7 @@ def compile_layer(
     )
 
 
-def _part(kind: LayerKind, actions: Sequence[Action | Keeping | None]) -> Part:
+def _part(kind: LayerKind, actions: Sequence[Action | Keeping]) -> Part:
     """The smallest module that everything is saved in that something becomes of, and that its nodes stand in.
 
     Torch's hooks cost more than anything that we do in them, and outside of this module they are not needed.

@@ -26,13 +26,13 @@ autograd gives a tensor that is written to another node, or counts the write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -59,6 +59,7 @@ __all__ = [
     "Cast",
     "Grafted",
     "Inside",
+    "ModuleState",
     "Produced",
     "RandomState",
     "Reference",
@@ -226,7 +227,7 @@ class _Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | Saved = tensor
         """Itself, or where it is now, if it was swapped after it was captured."""
-        self.version = version_of(tensor)
+        self.version = version_of(tensor) if not tensor.is_inference() else 0
         self.requires_grad = False
         """Whether it was, where it is away; a tensor that is here knows by itself."""
 
@@ -247,8 +248,8 @@ class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
     __slots__ = (
-        "args", "autocast", "collective", "device", "function", "insides", "kwargs", "ledger", "line", "outputs",
-        "pending", "random", "wanted", "wanted_insides",
+        "args", "autocast", "collective", "device", "function", "insides", "kwargs", "ledger", "line", "module",
+        "outputs", "pending", "random", "saved", "wanted", "wanted_insides",
     )  # fmt: skip
 
     def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger) -> None:
@@ -257,6 +258,9 @@ class CapturedCall:
         self.kwargs: dict[str, Any] = {}
         self.autocast = autocast_state()
         self.random: RandomState | None = None
+        self.module: ModuleState | None = None
+        self.saved = 0
+        """How many tensors it saved on its way."""
         self.collective = False
         self.pending = 0
         self.wanted: list[int] = []
@@ -315,6 +319,13 @@ class CapturedCall:
             contexts.append(saved_tensors_hooks(pack, _never))
         if self.random is not None:
             contexts.append(self.random.restored())
+        if self.module is not None:
+            if self.module.other():
+                raise RebuildError(
+                    f"{self.line.whose} cannot be recomputed: a parameter or buffer of its module is another or was"
+                    " changed after it ran; keep this operator"
+                )
+            contexts += self.module.restored()
         before = torch.is_grad_enabled()
         set_grad_enabled(True)  # with gradients, as in forward: a kernel may be chosen by that
         try:
@@ -332,6 +343,11 @@ class CapturedCall:
         self.ledger.end(self.line, self.device, begin)
         self.line.recomputes += 1
         produced = [result] if type(result) is Tensor else tensors_of(result)
+        if self.wanted_insides and len(saved) != self.saved:
+            raise RebuildError(
+                f"{self.line.whose} cannot be recomputed: it saved {self.saved} tensors for backward when it ran, and"
+                f" {len(saved)} when it was repeated; keep this operator"
+            )
         self.outputs = {index: produced[index].detach() for index in self.wanted}
         self.insides = {place: saved[place] for place in self.wanted_insides}
 
@@ -343,7 +359,7 @@ class CapturedCall:
             tensor = value.tensor
             if not isinstance(tensor, Tensor):
                 return unpack(tensor).detach().requires_grad_(value.requires_grad)
-            if version_of(tensor) != value.version:
+            if not tensor.is_inference() and version_of(tensor) != value.version:
                 raise RebuildError(
                     f"{self.line.whose} cannot be recomputed: one of its inputs was"
                     f" changed in place after it ran (version {version_of(tensor)}, expected {value.version});"
@@ -413,29 +429,102 @@ class Registry:
         """Let go of held arguments that are swapped: they come back from there."""
         for held in self.held:
             tensor = held.tensor
-            if isinstance(tensor, Tensor) and version_of(tensor) == held.version:
+            if isinstance(tensor, Tensor) and not tensor.is_inference() and version_of(tensor) == held.version:
                 saved = away(tensor)
                 if saved is not None:
                     held.requires_grad, held.tensor = tensor.requires_grad, saved
 
 
 class RandomState:
-    """The random numbers' state before a call, on the host and on the devices of the tensors it was given."""
+    """The random numbers' state before a call: of the host, of the devices of the tensors that it was given, or of the
+    accelerator if there are none, and of the generators among its arguments."""
 
-    def __init__(self, given: list[Tensor]) -> None:
+    __slots__ = ("devices", "generators", "host", "kind", "states")
+
+    def __init__(self, given: list[Tensor], arguments: Iterable[Any]) -> None:
         self.host = torch.get_rng_state()
         self.devices, self.states = get_device_states(*given)
         kinds = {tensor.device.type for tensor in given} - {"cpu"}
         self.kind = kinds.pop() if kinds else "cuda"
+        if not given and (accelerator := torch.accelerator.current_accelerator()) is not None:
+            self.kind, self.devices = accelerator.type, [torch.accelerator.current_device_index()]
+            self.states = self._now()
+        self.generators = [(one, one.get_state()) for one in arguments if isinstance(one, torch.Generator)]
+
+    def moved(self) -> bool:
+        """Whether random numbers have been drawn since."""
+        return not (
+            torch.equal(self.host, torch.get_rng_state())
+            and all(map(torch.equal, self.states, self._now()))
+            and all(torch.equal(state, one.get_state()) for one, state in self.generators)
+        )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """The random numbers as they were; afterwards they go on from where they are now."""
+        now = [one.get_state() for one, _ in self.generators]
         with torch.random.fork_rng(devices=self.devices, device_type=self.kind):
             torch.set_rng_state(self.host)
             if self.devices:
                 set_device_states(self.devices, self.states, device_type=self.kind)
+            for one, state in self.generators:
+                one.set_state(state)
+            try:
+                yield
+            finally:
+                for (one, _), state in zip(self.generators, now, strict=True):
+                    one.set_state(state)
+
+    def _now(self) -> list[Tensor]:
+        module = torch.get_device_module(self.kind) if self.devices else None
+        return [module.get_rng_state(device) for device in self.devices] if module is not None else []
+
+
+class ModuleState:
+    """A leaf module as it was when it was called: whoever changes it before backward does not change what it did."""
+
+    __slots__ = ("module", "own", "plain")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.plain = _plain_attributes(module)
+        self.own = {name: (tensor, version_of(tensor)) for name, tensor in _own_tensors(module)}
+
+    def other(self) -> bool:
+        """Whether a parameter or a buffer is another one now, or has been written to."""
+        now = dict(_own_tensors(self.module))
+        return now.keys() != self.own.keys() or any(
+            now[name] is not tensor or version_of(tensor) != version for name, (tensor, version) in self.own.items()
+        )
+
+    def restored(self) -> list[AbstractContextManager[None]]:
+        """What to do it in again, so that its other attributes are as they were; nothing if they are."""
+        now = _plain_attributes(self.module)
+        same = now.keys() == self.plain.keys() and all(now[name] is value for name, value in self.plain.items())
+        return [] if same else [self._as_it_was(now)]
+
+    @contextmanager
+    def _as_it_was(self, now: dict[str, Any]) -> Iterator[None]:
+        attributes = vars(self.module)
+        attributes.update(self.plain)
+        try:
             yield
+        finally:
+            attributes.update(now)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for group in (module._parameters, module._buffers):
+        for name, tensor in group.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN_ATTRIBUTES}
+
+
+_PLAIN_ATTRIBUTES = frozenset({bool, int, float, complex, str, tuple, type(None), *PLAIN})
 
 
 def _never(place: int) -> Tensor:

@@ -127,8 +127,6 @@ class _DecidedRoot:
         self.run: CapturingRun | None = None
         self.pack: Pack | None = None
         """What is on torch's stack of hooks while the model runs."""
-        self.thread = 0
-        """The thread that runs the model; what others do with its layers is theirs."""
         self.paused: list[tuple[nn.Module, bool]] = []
         """The layers that run, one inside the other, and whether the hooks were taken off for it."""
         self.wrappers = Wrappers()
@@ -144,7 +142,7 @@ class _DecidedRoot:
 
     def _running(self) -> CapturingRun | None:
         run = self.run
-        return run if run is not None and not run.paused and get_ident() == self.thread else None
+        return run if run is not None and not run.paused and run.thread == get_ident() else None
 
     def _follow(self, forward: Function) -> Function:
         manager = self.follower.manager
@@ -157,7 +155,7 @@ class _DecidedRoot:
             run = CapturingRun(self.program, manager, first)
             pack = keeping(_checking(run) if self.follower.verify else run.pack, manager)
             push_saved_tensors_hooks(pack, unpack)  # torch may refuse it
-            self.run, self.pack, self.thread = run, pack, get_ident()
+            self.run, self.pack = run, pack
             try:
                 output = forward(*args, **kwargs)
             finally:
@@ -178,7 +176,7 @@ class _DecidedRoot:
         return top is not None and top[0] is self.pack
 
     def _pause(self, layer: nn.Module, args: Any) -> None:
-        if self.run is None or get_ident() != self.thread:
+        if self.run is None or self.run.thread != get_ident():
             return
         ours = self._on_top()  # others may have put theirs on top, and then ours rest anyway
         self.paused.append((layer, ours))
@@ -187,7 +185,7 @@ class _DecidedRoot:
             pop_saved_tensors_hooks()
 
     def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self.run is None or get_ident() != self.thread or not self.paused or self.paused[-1][0] is not layer:
+        if self.run is None or self.run.thread != get_ident() or not self.paused or self.paused[-1][0] is not layer:
             return  # it was not paused for
         assert self.pack is not None
         _, ours = self.paused.pop()

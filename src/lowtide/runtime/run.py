@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import DisableTorchFunction, finish_collective, without_graph
+from lowtide._torch_private import DisableTorchFunction, finish_collective, is_cast
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import kept_apart
+from lowtide.operators.kept import Kept, kept_apart
 from lowtide.operators.nodes import read_node
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Keep, Swap
@@ -18,6 +19,7 @@ from lowtide.runtime.rebuild import (
     CapturedCall,
     Cast,
     Inside,
+    ModuleState,
     Produced,
     RandomState,
     Reference,
@@ -54,9 +56,7 @@ class Run:
         try:
             action = self.actions[number]
         except IndexError:  # more than was learnt, or not what was learnt
-            return without_graph(tensor)
-        if action is None:
-            return tensor
+            return kept_apart(tensor)
         return self.act(tensor, action) if isinstance(action, Action) else action(tensor)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
@@ -79,10 +79,8 @@ class Run:
         else:
             saved = self.rebuilt(tensor, action)
         if saved is None or saved is tensor:
-            if action.checked:
-                saved = kept_apart(tensor)
-            else:
-                saved = without_graph(tensor) if action.output or self.changed else tensor
+            apart = action.checked or action.output or self.changed
+            saved = kept_apart(tensor) if apart else Kept(tensor)
         schedule, position = self.manager.schedule, self.first + action.position
         if schedule.next <= position:
             due = schedule.reach(position)
@@ -147,6 +145,8 @@ class CapturingRun(Run):
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
         super().__init__(program, manager, first)
         self.program = program
+        self.thread = get_ident()
+        """Whose run it is; what other threads do with the same modules is theirs."""
         self.begun = 0
         """How many tensors had been saved when the running call began."""
         self.registry = Registry()
@@ -164,16 +164,26 @@ class CapturingRun(Run):
         self.registry, self.turns, self.given = Registry(), {}, []
         self.departures = self.repeated = None
 
-    def call(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that was listened for; capture it if what it produces is to be rebuilt."""
+    def call(
+        self,
+        name: str,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run a call that was listened for, of a function or of a leaf module; capture it if it is to be rebuilt."""
         if self.name:
             return function(*args, **kwargs)
         with DisableTorchFunction():  # our own look at the tensors is nobody's call
-            self._begin(name, function, args, kwargs)
+            self._begin(name, function, args, kwargs, module)
         try:
             output = function(*args, **kwargs)
             if self.open is not None:
                 with DisableTorchFunction():
+                    self.open.saved = self.number - self.begun
+                    if self.open.random is not None and not self.open.random.moved():
+                        self.open.random = None
                     if self.open.collective:
                         # A collective counts its result's version up while it is under way, on a thread of its own:
                         # what is found by that count, and so what is repeated, must be the same on every rank.
@@ -183,7 +193,9 @@ class CapturingRun(Run):
         finally:
             self.name, self.open, self.given = "", None, []
 
-    def _begin(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(
+        self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None
+    ) -> None:
         program, registry = self.program, self.registry
         self.name, self.begun = name, self.number
         given = [value for value in args if isinstance(value, Tensor)]
@@ -199,8 +211,9 @@ class CapturingRun(Run):
             self.open = call = CapturedCall(function, device, line, self.manager.ledger)
             call.collective = name in program.collectives
             call.hold(args, kwargs, registry)
-            if name in program.random:
-                call.random = RandomState(given)
+            call.random = RandomState(given, (*args, *kwargs.values()))
+            if module is not None:
+                call.module = ModuleState(module)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():
@@ -227,7 +240,12 @@ class CapturingRun(Run):
             # A cast keeps the layout of what it casts; a view of it may follow where both are contiguous.
             alike = (tensor.shape, tensor.stride()) == (argument.shape, argument.stride())
             flat = tensor.numel() == argument.numel() and tensor.is_contiguous() and argument.is_contiguous()
-            if produced is not None and argument.dtype != tensor.dtype and (alike or flat):
+            if (
+                produced is not None
+                and argument.dtype != tensor.dtype
+                and (alike or flat)
+                and is_cast(tensor, argument)
+            ):
                 sources.append(produced)
         if len(sources) != 1:
             return None

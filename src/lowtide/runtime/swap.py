@@ -42,7 +42,7 @@ from lowtide.runtime.places import DiskPlace, HostPlace, Link
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Schedule
 from lowtide.runtime.transfer import Copy
-from lowtide.runtime.view import View
+from lowtide.runtime.view import View, as_stored
 
 __all__ = ["Departures", "SwapManager", "Swapped", "copy_on_host"]
 
@@ -397,6 +397,7 @@ class Departures:
         if isinstance(swapped, Swapped):
             self.latest.append(swapped)
         same = shape == tensor.shape and dtype is tensor.dtype and tensor.is_contiguous()
+        same = same and not (tensor.is_conj() or tensor.is_neg())
         return swapped if same else SwappedView(swapped, tensor)
 
     def _out(self, tensor: Tensor, swap: Swap, line: Line, due: int, alone: bool) -> SavedPart:
@@ -418,7 +419,10 @@ class Departures:
         if size < manager.limits.minimum_bytes:
             line.keep(size, "smaller than the minimum")
             return tensor
-        source, entire = _departing(tensor, size)
+        source, entire = _departing(as_stored(tensor), size)
+        if not entire and (tensor.is_conj() or tensor.is_neg()):
+            line.keep(size, "a part of a storage, seen as conjugates or with the other sign")
+            return tensor
         swapped: Swapped | _Copied | None
         if tensor.is_cpu and swap.tier == "host":
             swapped = manager.copy(source, size, line)

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from lowtide._torch_private import inner_tensor, landed_tensor, subclass_wrapper
 
-__all__ = ["View"]
+__all__ = ["View", "as_stored"]
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """A tensor as its storage has the numbers: neither seen as their conjugates nor with the other sign."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 class View(NamedTuple):
@@ -22,20 +29,28 @@ class View(NamedTuple):
     dtype: torch.dtype
     wrap: Callable[[Tensor], Tensor] | None
     """Makes a tensor subclass, such as a DTensor, of the plain tensor; None where it was plain."""
+    conjugate: bool
+    negative: bool
+    """Whether the numbers are seen as their conjugates, and with the other sign: torch does both lazily."""
 
     @staticmethod
     def by(tensor: Tensor) -> View:
         """The way ``tensor`` sees its storage. A view of a subclass is one of the plain tensor that it holds."""
         wrap = subclass_wrapper(tensor)
         plain = tensor if wrap is None else inner_tensor(tensor)
-        return View(plain.shape, plain.stride(), int(plain.storage_offset()), plain.dtype, wrap)
+        offset = int(plain.storage_offset())
+        return View(plain.shape, plain.stride(), offset, plain.dtype, wrap, plain.is_conj(), plain.is_neg())
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same view of another tensor's storage."""
-        whole = landed_tensor(tensor)
+        whole = as_stored(landed_tensor(tensor))
         if whole.dtype is self.dtype:
             part = whole.as_strided(self.shape, self.stride, self.offset)
         else:  # real numbers seen as complex, or the reverse
             empty = torch.empty(0, dtype=self.dtype, device=whole.device)
             part = empty.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+        if self.conjugate:
+            part = part.conj()
+        if self.negative:
+            part = torch._neg_view(part)
         return part if self.wrap is None else self.wrap(part)
