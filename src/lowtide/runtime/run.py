@@ -211,7 +211,8 @@ class CapturingRun(Run):
             self.open = call = CapturedCall(function, device, line, self.manager.ledger)
             call.collective = name in program.collectives
             call.hold(args, kwargs, registry)
-            call.random = RandomState(given, (*args, *kwargs.values()))
+            attributes = vars(module).values() if module is not None else ()
+            call.random = RandomState(given, (*args, *kwargs.values(), *attributes))
             if module is not None:
                 call.module = ModuleState(module)
 
