@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import _scoped_library as scoped_library
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "exchange_rows",
     "finish_collective",
     "flattened",
+    "forget_unscaling",
     "function_modes",
     "given_operand",
     "given_operands",
@@ -69,6 +71,7 @@ __all__ = [
     "node_number",
     "node_sequence",
     "norms_of",
+    "on_top_of_modes",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
     "raw_saved",
@@ -170,6 +173,18 @@ def subclass_wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, counted where a subclass counts and where its plain tensor does."""
     return tensor._version if type(tensor) in PLAIN else tensor._version + inner_tensor(tensor)._version
+
+
+def forget_unscaling(optimizer: torch.optim.Optimizer) -> None:
+    """Let every GradScaler forget that it has unscaled the gradients of an optimizer's step, which is begun anew."""
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.amp.GradScaler):
+            one._per_optimizer_states.pop(id(optimizer), None)
+
+
+def on_top_of_modes(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is the innermost one that is on."""
+    return _get_current_dispatch_mode() is mode
 
 
 def is_cast(tensor: Tensor, source: Tensor) -> bool:

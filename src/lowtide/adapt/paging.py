@@ -120,7 +120,7 @@ class Pager:
         """Plain tensors of the device that may leave now."""
         for tensor in self._known():
             plain = inner_tensor(tensor)
-            if not plain.is_cpu and not plain.is_meta:
+            if not plain.is_cpu and not plain.is_meta and plain.layout is torch.strided:
                 yield plain
 
     def _known(self) -> Iterator[Tensor]:
@@ -138,4 +138,4 @@ class Pager:
 
 def touched_by(arguments: Any) -> set[int]:
     """The storages of the tensors among an operator's arguments."""
-    return {storage_key(tensor) for tensor in tensors_of(arguments)}
+    return {storage_key(tensor) for tensor in tensors_of(arguments) if tensor.layout is torch.strided}

@@ -58,6 +58,5 @@ def _defaults() -> list[torch.Generator]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
         of_devices = getattr(torch.get_device_module(accelerator), "default_generators", ())
-        if of_devices:  # empty until the device is first used
-            found.append(of_devices[torch.accelerator.current_device_index()])
+        found += of_devices  # empty until a device is first used
     return found

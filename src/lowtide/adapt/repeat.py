@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import inner_tensor, version_of
+from lowtide._torch_private import forget_unscaling, inner_tensor, version_of
 from lowtide.adapt.randomness import ProcessGenerators
 from lowtide.errors import RescueError
 
@@ -26,15 +26,32 @@ class _Gradient(NamedTuple):
     version: int
 
 
+class _Optimizer(NamedTuple):
+    """An optimizer as it was when its step began."""
+
+    optimizer: torch.optim.Optimizer
+    states: dict[Any, dict[Any, Any]]
+    groups: list[dict[str, Any]]
+
+
 class Beginning:
-    """What a step began with: generators, gradients, buffers, and which parameters had optimizer states."""
+    """What a step began with: generators, parameters, gradients, buffers, and the optimizers' states."""
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], changing: frozenset[str] | None
     ) -> None:
         """``changing`` names the buffers that steps were seen to change; None: nothing was seen yet."""
         self.generators = ProcessGenerators.now()
-        self.gradients = [(parameter, _noted(parameter.grad)) for parameter in model.parameters()]
+        of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        parameters = {id(one): one for one in [*model.parameters(), *of_optimizers]}.values()
+        self.parameters = [(parameter, version_of(parameter)) for parameter in parameters]
+        self.gradients = [(parameter, _noted(parameter.grad)) for parameter in parameters]
+        self.places = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self.buffers = {name: (buffer, version_of(buffer)) for name, buffer in model.named_buffers()}
         self.copies = {
             name: inner_tensor(buffer).detach().cpu().clone()
@@ -42,6 +59,13 @@ class Beginning:
             if changing is None or name in changing
         }
         self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
+        self.begun: list[_Optimizer] = []
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer has apart from tensors that it writes into, such as a number of steps."""
+        states = {parameter: dict(state) for parameter, state in optimizer.state.items() if isinstance(state, dict)}
+        groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
+        self.begun.append(_Optimizer(optimizer, states, groups))
 
     def changed(self, *, compared: bool) -> frozenset[str]:
         """The buffers that the step has changed.
@@ -58,7 +82,16 @@ class Beginning:
 
     def restore(self) -> None:
         """Set everything back."""
+        for parameter, version in self.parameters:
+            if version_of(parameter) != version:
+                raise RescueError(
+                    f"the step cannot be repeated: it has changed a parameter of shape {tuple(parameter.shape)} before"
+                    " it ran out of memory; begin again from the last checkpoint"
+                )
         self.generators.restore()
+        for module, name, buffer in self.places:
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer  # the step had put another there
         for name, (buffer, version) in self.buffers.items():
             if name in self.copies:
                 with torch.no_grad():
@@ -79,6 +112,15 @@ class Beginning:
         for optimizer, known in self.states:
             for begun in set(optimizer.state) - known:
                 del optimizer.state[begun]  # begun, perhaps not finished; nothing was done with it yet
+        for optimizer, states, groups in reversed(self.begun):
+            for parameter, state in states.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(state)
+            for group, noted_group in zip(optimizer.param_groups, groups, strict=True):
+                group.update(noted_group)
+        self.begun.clear()
+        for optimizer, _ in self.states:
+            forget_unscaling(optimizer)
 
 
 def _noted(gradient: Tensor | None) -> _Gradient | None:

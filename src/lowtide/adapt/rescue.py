@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide._torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, storage_key
+from lowtide._torch_private import (
+    current_backward,
+    on_top_of_modes,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    storage_key,
+)
 from lowtide.adapt.counts import Counts
 from lowtide.adapt.handles import Book
 from lowtide.adapt.paging import Pager
@@ -81,6 +87,7 @@ class Rescue:
         self._entered = False
         """Whether the mode is on."""
         self._inside = self._spoilt = self._agreed = False
+        self._beginning: Beginning | None = None
         self._ceiling: int | None = None
         """A watermark for a step that is begun anew."""
         self._needed = 0
@@ -100,14 +107,16 @@ class Rescue:
             for hook in (
                 optimizer.register_step_pre_hook(self._before_optimizer),
                 optimizer.register_step_post_hook(self._after_optimizer),
+                optimizer.register_state_dict_pre_hook(self._before_saving),
             )
         ]
+        self._on_optimizers.append(model.register_state_dict_pre_hook(self._before_saving))  # type: ignore[no-untyped-call]
 
     # What a user calls.
 
     def run(self, step: Callable[[], T]) -> T:
         """Run a step; where nothing else helps, run it again from its start."""
-        beginning = Beginning(self.model, self.optimizers, self._changing)
+        beginning = self._beginning = Beginning(self.model, self.optimizers, self._changing)
         self._retry.wrote = False
         why = ""
         try:
@@ -132,7 +141,7 @@ class Rescue:
                     del cause  # it holds what the step had made
                 self._prepare_to_repeat(beginning, why)
         finally:
-            self._ceiling = None
+            self._ceiling = self._beginning = None
         least = f"; at least {format_bytes(self._needed)} are needed, and maybe more further on" if self._needed else ""
         raise RescueError(
             f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with everything on the"
@@ -221,7 +230,8 @@ class Rescue:
     def settle(self) -> bool:
         """Bring back what is paged out; whether there was room for it all. The mode stays on if not."""
         done = not self.pager.away or self.pager.page_in_all()
-        if done and self._entered and not (self._inside and self.armed):
+        # Somebody may have put a mode on top of ours since: then it stays until that has gone.
+        if done and self._entered and not (self._inside and self.armed) and on_top_of_modes(self._retry):
             self._entered = False
             self._retry.__exit__(None, None, None)
         return done
@@ -247,7 +257,9 @@ class Rescue:
         self._spoilt = True
         reason = f"{operator} ran out of memory and may have written"
         self.counts.note(reason)
-        if self.ranks == 1 or self.pager.stepping is not None:  # the ranks have agreed before the optimizer steps
+        if not self._inside:
+            raise RescueError(f"{reason}, outside of a step; leave more memory")
+        if self.ranks == 1 or self._agreed:
             raise Repeat(reason)
 
     def give_up(self, operator: str, missing: int) -> None:
@@ -269,16 +281,32 @@ class Rescue:
             self.counts.note(f"{format_bytes(excess)} above the watermark: {format_bytes(freed)} left")
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside:
+        if not self._inside:
+            return
+        if current_backward() != -1:  # on autograd's thread, where a mode would not last: it is not watched
+            self._retry.wrote = True
+            return
+        if not self._agreed:
             self._agree()
-            self.pager.stepping = optimizer
-            self._enter()
+        if self._beginning is not None:
+            self._beginning.optimizer_begins(optimizer)
+        self.pager.stepping = optimizer
+        self._enter()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside:
-            self.pager.stepping = None
-            self.pager.made.clear()
-            self.settle()
+            self._retry.wrote = True  # kernels that are not torch's write without being seen
+            if self.pager.stepping is not None:
+                self.pager.stepping = None
+                self.pager.made.clear()
+                self.settle()
+
+    def _before_saving(self, *_: Any) -> None:
+        if not self.settle():
+            raise RescueError(
+                f"{len(self.pager.away)} parameters, gradients or optimizer states are on the host, and there is no"
+                " room to bring them back, so they cannot be saved now; leave more memory"
+            )
 
     def _agree(self) -> None:
         """Begin the step anew if it is spoilt on any rank. All ranks come here at the same place."""

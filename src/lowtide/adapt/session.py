@@ -417,7 +417,7 @@ class Adaptive:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open is not None:
-            self._open.close()
+            self._open.__exit__(kind, error, trace)  # a step that was broken off is not agreed about
             self._open = None
         self.remove()
 

@@ -1,0 +1,254 @@
+"""Steps that are begun anew: what they had changed already is set back, or they are not repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tide.testing import fresh_tide  # noqa: F401
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide._torch_private import on_top_of_modes
+from lowtide.adapt.rescue import Rescue
+from lowtide.errors import RescueError
+from tide import faults
+
+WIDTH = 32
+Step = Callable[[], Tensor]
+
+
+class Case:
+    """A model in training; the second step runs out of memory once, where ``fails`` is called."""
+
+    def __init__(self, rescued: bool) -> None:
+        torch.manual_seed(0)
+        self.rescued, self.steps = rescued, 0
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))).to("tide")
+        self.x = torch.randn(16, WIDTH, device="tide")
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.more: list[Tensor] = []
+
+    def fails(self, *, for_good: bool = False) -> None:
+        self.steps += 1
+        if self.rescued and self.steps == 2:
+            if for_good:
+                faults.shrink_capacity(1, 1 << 30)
+            else:
+                faults.fail_allocation(1)
+
+    def train(self, step: Step, count: int = 3) -> list[Tensor]:
+        rescue = Rescue(self.model, [self.optimizer])
+        try:
+            for _ in range(count):
+                if self.rescued:
+                    rescue.run(step)
+                else:
+                    step()
+            assert rescue.counts.repeated == self.rescued
+        finally:
+            faults.disarm()
+            rescue.remove()
+        return [one.detach().cpu() for one in [*self.model.parameters(), *self.model.buffers(), *self.more]]
+
+
+@pytest.fixture(autouse=True)
+def _disarmed(fresh_tide: None) -> Iterator[None]:  # noqa: F811
+    yield
+    faults.disarm()
+
+
+def exact(train: Callable[[Case], list[Tensor]]) -> None:
+    expected, found = train(Case(rescued=False)), train(Case(rescued=True))
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_gradients_of_parameters_outside_the_model() -> None:
+    def train(case: Case) -> list[Tensor]:
+        scale = nn.Parameter(torch.ones(WIDTH, device="tide"))
+        case.more = [scale]
+        case.optimizer.add_param_group({"params": [scale]})
+
+        def step() -> Tensor:
+            loss = (case.model(case.x) * scale).square().mean()
+            loss.backward()
+            case.fails()
+            loss = loss + case.x.square().mean()
+            case.optimizer.step()
+            case.optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)
+
+
+def test_buffers_that_are_put_in_place_of_others() -> None:
+    def train(case: Case) -> list[Tensor]:
+        case.model.register_buffer("mean", torch.zeros(WIDTH, device="tide"))
+
+        def step() -> Tensor:
+            case.model.mean = 0.9 * case.model.mean + case.x.mean(0)  # type: ignore[operator]
+            case.optimizer.zero_grad()
+            y = case.model(case.x - case.model.mean)
+            case.fails()
+            loss = y.square().mean()
+            loss.backward()
+            case.optimizer.step()
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)
+
+
+def test_parameters_that_were_written_to_stop_the_run() -> None:
+    case = Case(rescued=True)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            next(case.model.parameters()).mul_(1.01)
+        y = case.model(case.x)
+        case.fails()
+        return y.square().mean()
+
+    with pytest.raises(RescueError, match="has changed a parameter"):
+        case.train(step)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_that_a_scaler_has_unscaled(clipped: bool) -> None:
+    def train(case: Case) -> list[Tensor]:
+        scaler = torch.amp.GradScaler("tide", init_scale=64.0)
+
+        def step() -> Tensor:
+            case.optimizer.zero_grad()
+            loss = case.model(case.x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(case.optimizer)
+            case.fails()
+            if clipped:
+                nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+            else:
+                case.x.square()
+            scaler.step(case.optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)
+
+
+class Numbered(torch.optim.Optimizer):
+    """Counts its steps in Python, and puts new tensors in its states."""
+
+    def __init__(self, parameters: Any, case: Case) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+        self.case = case
+
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["steps"] += 1
+        updates = []
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["number"] = state.get("number", 0) + 1
+            state["mean"] = 0.9 * state["mean"] + parameter.grad if "mean" in state else parameter.grad.clone()
+            if not updates:
+                self.case.fails(for_good=True)
+            updates.append(state["mean"] * (group["lr"] / state["number"] / group["steps"]))
+        with torch.no_grad():
+            for parameter, update in zip(group["params"], updates, strict=True):
+                parameter.sub_(update)
+
+
+def test_numbers_in_an_optimizer() -> None:
+    """Nothing helps until the step is begun anew, as where another process has the memory for a moment."""
+
+    def train(case: Case) -> list[Tensor]:
+        case.optimizer = Numbered(case.model.parameters(), case)
+
+        def step() -> Tensor:
+            faults.disarm()
+            case.optimizer.zero_grad()
+            loss = case.model(case.x).square().mean()
+            loss.backward()
+            case.optimizer.step()
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)
+
+
+def away(rescue: Rescue) -> bool:
+    """Send the optimizer's states to the host, as a step does that ends short of memory."""
+    rescue._enter()
+    rescue.pager.page_out(float("inf"), set())
+    return bool(rescue.pager.away)
+
+
+def test_what_is_saved_is_whole() -> None:
+    case = Case(rescued=False)
+
+    def step() -> Tensor:
+        loss = case.model(case.x).square().mean()
+        loss.backward()
+        case.optimizer.step()
+        return loss.detach()
+
+    rescue = Rescue(case.model, [case.optimizer])
+    rescue.run(step)
+    assert away(rescue)
+    states = case.optimizer.state_dict()["state"].values()
+    assert all(one["momentum_buffer"].untyped_storage().nbytes() for one in states)
+    assert away(rescue)
+    faults.shrink_capacity(1, 0)
+    with pytest.raises(RescueError, match="cannot be saved"):
+        case.optimizer.state_dict()
+    faults.disarm()
+    assert rescue.settle()
+    rescue.remove()
+
+
+def test_a_mode_of_somebody_else_is_not_taken_off() -> None:
+    case = Case(rescued=False)
+    rescue = Rescue(case.model, [case.optimizer])
+    case.model(case.x).sum().backward()
+    case.optimizer.step()
+    assert away(rescue)
+    with FlopCounterMode(display=False) as counter:
+        assert rescue.settle()
+        case.model(case.x)
+    assert counter.get_total_flops() > 0
+    assert on_top_of_modes(rescue._retry)
+    rescue.remove()
+    assert not on_top_of_modes(rescue._retry)
+
+
+def test_an_optimizer_that_steps_in_backward_is_not_repeated() -> None:
+    case = Case(rescued=True)
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in case.model.parameters()}
+    for one, optimizer in optimizers.items():
+
+        def at_once(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        one.register_post_accumulate_grad_hook(at_once)
+    rescue = Rescue(case.model, list(optimizers.values()))
+
+    def step() -> Tensor:
+        loss = case.model(case.x).square().mean()
+        loss.backward()
+        case.fails()
+        return loss.detach() * 2
+
+    rescue.run(step)
+    with pytest.raises(RescueError, match="begun to change parameters"):
+        rescue.run(step)
+    rescue.remove()
