@@ -154,6 +154,19 @@ def test_a_leaf_that_writes_into_its_buffer_is_kept_and_that_is_said(policy: Pol
         assert "cannot be repeated" in handle.receipt().without_effect[0]
 
 
+def test_whole_layers_that_write_into_their_buffers() -> None:
+    def steps(model: Model) -> None:
+        for step in range(4):
+            model.train(step != 2)
+            losses = [model(batch(step)).sum(), model(batch(step + 5)).sum()]
+            for loss in losses:
+                loss.backward()
+
+    for leaf in (Counting, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.BatchNorm1d(WIDTH, momentum=None)):
+        exact(leaf, steps, Policy((LayerPolicy(Recompute()),) * LAYERS))
+        exact(leaf, steps, Policy((LayerPolicy(Recompute(), boundary=Swap(1)),) * LAYERS))
+
+
 @in_both
 def test_noise_of_a_generator(policy: Policy) -> None:
     def steps(model: Model) -> None:

@@ -17,6 +17,7 @@ from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Recompute, Resolution, Swap, Unused, resolve
+from lowtide.runtime.buffers import BufferKeeper
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
@@ -273,7 +274,12 @@ class _Follower:
     def _unless_learning(self, forward: Function, line: Line) -> Function:
         """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
         again = timed_again(forward, self.handle.ledger, line)
+        keeper = BufferKeeper(self.layer) if next(self.layer.buffers(), None) is not None else None
+        if keeper is not None:
+            again = keeper.repeated(again)
         whole = communicating(forward, again, self.layer, self.index, self.handle.policy)
+        if keeper is not None:
+            whole = keeper.around(whole)
 
         def unless_learning(*args: Any, **kwargs: Any) -> Any:
             return whole(*args, **kwargs) if self.tracker is None else forward(*args, **kwargs)
