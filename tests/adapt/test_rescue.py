@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -291,6 +293,17 @@ def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
     assert same([loss.cpu(), *found], expected[2:])
     assert rescue.settle()
     assert not rescue.pager.away
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
+    trained = Trained()
+    rescue = rescue_of(trained)
+    rescue.arm()
+    rescue.run(trained.step)
+    copied = copy.deepcopy(trained.model)
+    pickle.loads(pickle.dumps(trained.model))
+    copied(trained.x).sum().backward()
+    assert copied.state_dict().keys() == trained.model.state_dict().keys()
 
 
 def test_removing_it_leaves_the_model_and_the_optimizer_as_they_were() -> None:

@@ -41,6 +41,7 @@ from lowtide.adapt.repeat import Beginning, Repeat
 from lowtide.adapt.retry import Retry, missing_bytes
 from lowtide.errors import ModelError, RescueError
 from lowtide.operators.layers import find_layers
+from lowtide.operators.wrappers import Hook
 from lowtide.runtime.apply import Handle as Applied
 from lowtide.runtime.saved import unpack
 from lowtide.units import format_bytes
@@ -110,7 +111,7 @@ class Rescue:
                 optimizer.register_state_dict_pre_hook(self._before_saving),
             )
         ]
-        self._on_optimizers.append(model.register_state_dict_pre_hook(self._before_saving))  # type: ignore[no-untyped-call]
+        self._on_optimizers.append(model.register_state_dict_pre_hook(Hook(self._before_saving)))  # type: ignore[no-untyped-call]
 
     # What a user calls.
 
@@ -201,7 +202,7 @@ class Rescue:
         """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
         if not self.armed:
             self.armed = True
-            self._on_layers = [layer.register_forward_pre_hook(self._before_layer) for layer in self._layers]
+            self._on_layers = [layer.register_forward_pre_hook(Hook(self._before_layer)) for layer in self._layers]
 
     def disarm(self) -> None:
         """From the next step on, watch only the optimizer."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Function", "Wrappers", "around"]
+__all__ = ["Function", "Hook", "Wrappers", "around"]
 
 Function = Callable[..., Any]
 
@@ -73,16 +73,16 @@ def around(module: nn.Module, before: Function, after: Function) -> list[Any]:
     What is returned is to be removed in the end.
     """
     return [
-        module.register_forward_pre_hook(_Hook(before), prepend=True),
-        module.register_forward_hook(_Hook(after), always_call=True),
+        module.register_forward_pre_hook(Hook(before), prepend=True),
+        module.register_forward_hook(Hook(after), always_call=True),
     ]
 
 
-class _Hook(partial):  # type: ignore[type-arg]
+class Hook(partial):  # type: ignore[type-arg]
     """A module's hook. A copied or pickled module gets one that does nothing."""
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
+        return Hook, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:
