@@ -69,7 +69,8 @@ class RootFollower:
         Given back is how many operators after the first layer's first something of the root is due in the layers.
         """
         assert self.kind is not None
-        if self.decided is None or self.decided.run is None:  # inside a run there is no changing it
+        running = self.watched is not None or (self.decided is not None and self.decided.run is not None)
+        if not running:  # layers may be learnt inside a run of the root, and then there is no changing it
             self.remove()
             positions = [place if place < self.before else place + between for place in self.kind.positions]
             decisions, boundary, ledger = resolved.decisions, resolved.boundary, self.manager.ledger
@@ -85,6 +86,7 @@ class RootFollower:
     def remove(self) -> None:
         """Leave the model as it was."""
         self.watching.close()
+        self.watched = None
         if self.decided is not None:
             self.decided.remove()
             self.decided = None
@@ -110,7 +112,7 @@ class RootFollower:
         watcher.layer_ends()
         if not completed or not torch.is_grad_enabled():
             return
-        self.watching.close()
+        self.remove()
         seen = watcher.result()
         first = seen.calls[:calls]  # all of them where no layer has run
         self.kind = layer_kind(self.model, seen)
