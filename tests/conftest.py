@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lowtide._torch_private import current_dispatch_mode, top_saved_tensors_hooks
 from ranks import Ranks
 
 # The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be
@@ -17,6 +18,14 @@ torch.set_num_threads(1)
 # Two noisy cores: time says nothing about an example, and a failure must come again.
 settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lowtide")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_on() -> Iterator[None]:
+    """A test leaves no mode and no hooks on, in which the next ones of its process would run."""
+    yield
+    left = current_dispatch_mode(), top_saved_tensors_hooks(False)
+    assert left == (None, None), left
 
 
 @pytest.fixture(scope="session")

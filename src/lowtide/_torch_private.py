@@ -27,7 +27,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import _scoped_library as scoped_library
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "backward_node_number",
     "compiled_call",
     "current_backward",
+    "current_dispatch_mode",
     "current_node",
     "drop_pipeline_losses",
     "exchange_rows",
@@ -71,7 +73,6 @@ __all__ = [
     "node_number",
     "node_sequence",
     "norms_of",
-    "on_top_of_modes",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
     "raw_saved",
@@ -180,11 +181,6 @@ def forget_unscaling(optimizer: torch.optim.Optimizer) -> None:
     for one in gc.get_objects():
         if issubclass(type(one), torch.amp.GradScaler):
             one._per_optimizer_states.pop(id(optimizer), None)
-
-
-def on_top_of_modes(mode: TorchDispatchMode) -> bool:
-    """Whether a dispatch mode is the innermost one that is on."""
-    return _get_current_dispatch_mode() is mode
 
 
 def is_cast(tensor: Tensor, source: Tensor) -> bool:

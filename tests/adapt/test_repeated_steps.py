@@ -11,7 +11,7 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide._torch_private import on_top_of_modes
+from lowtide._torch_private import current_dispatch_mode
 from lowtide.adapt.rescue import Rescue
 from lowtide.errors import RescueError
 from tide import faults
@@ -225,9 +225,9 @@ def test_a_mode_of_somebody_else_is_not_taken_off() -> None:
         assert rescue.settle()
         case.model(case.x)
     assert counter.get_total_flops() > 0
-    assert on_top_of_modes(rescue._retry)
+    assert current_dispatch_mode() is rescue._retry
     rescue.remove()
-    assert not on_top_of_modes(rescue._retry)
+    assert current_dispatch_mode() is not rescue._retry
 
 
 def test_an_optimizer_that_steps_in_backward_is_not_repeated() -> None:

@@ -29,7 +29,7 @@ from torch import nn
 
 from lowtide._torch_private import (
     current_backward,
-    on_top_of_modes,
+    current_dispatch_mode,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_key,
@@ -232,7 +232,7 @@ class Rescue:
         """Bring back what is paged out; whether there was room for it all. The mode stays on if not."""
         done = not self.pager.away or self.pager.page_in_all()
         # Somebody may have put a mode on top of ours since: then it stays until that has gone.
-        if done and self._entered and not (self._inside and self.armed) and on_top_of_modes(self._retry):
+        if done and self._entered and not (self._inside and self.armed) and current_dispatch_mode() is self._retry:
             self._entered = False
             self._retry.__exit__(None, None, None)
         return done

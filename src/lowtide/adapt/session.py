@@ -69,6 +69,10 @@ class _Ended(NamedTuple):
     rescued: int
 
 
+class _BrokenOff(Exception):  # noqa: N818  nothing is wrong: it ends what stands around a step
+    """A step does not come to its end."""
+
+
 class Adaptive:
     """An adaptive run. Give each step to :meth:`step`, or stand around the loop with ``with``."""
 
@@ -416,8 +420,8 @@ class Adaptive:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._open is not None:
-            self._open.__exit__(kind, error, trace)  # a step that was broken off is not agreed about
+        if self._open is not None and error is None:
+            self._open.close()
             self._open = None
         self.remove()
 
@@ -440,6 +444,10 @@ class Adaptive:
 
     def remove(self) -> None:
         """Leave the model as it was."""
+        if self._open is not None:  # a step that is broken off, about which the ranks do not agree
+            broken_off = _BrokenOff()
+            self._open.__exit__(_BrokenOff, broken_off, None)
+            self._open = None
         if self._step is not None:
             self._step.detach()
             self._step = None

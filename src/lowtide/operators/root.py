@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lowtide._torch_private import storage_bytes
+from lowtide._torch_private import storage_bytes, under_compilation
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.observe import Source, Watcher
@@ -108,14 +108,19 @@ class Root:
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.inside.clear()  # a model that runs twice is known by its last run
         self.before = None
+        self.tracker.paused, self.pausing = False, None  # a layer that was interrupted may have left it so
 
     def _pause(self, layer: nn.Module, args: Any) -> None:
+        if under_compilation():  # what is traced here would not be done
+            return
         if self.tracker.stack and not self.tracker.paused:
             self.tracker.paused, self.pausing = True, layer
             self.before = len(self.watcher.calls) if self.before is None else self.before
             self.watcher.pause()
 
     def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if under_compilation():
+            return
         if self.tracker.paused and self.pausing is layer:
             self.tracker.paused, self.pausing = False, None
             self.watcher.resume()

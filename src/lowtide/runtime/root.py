@@ -178,6 +178,7 @@ class _DecidedRoot:
         return top is not None and top[0] is self.pack
 
     def _pause(self, layer: nn.Module, args: Any) -> None:
+        refuse_compilation(ROOT)
         if self.run is None or self.run.thread != get_ident():
             return
         ours = self._on_top()  # others may have put theirs on top, and then ours rest anyway
