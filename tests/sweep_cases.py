@@ -50,6 +50,7 @@ __all__ = [
     "single",
     "spoilt_in_the_optimizer",
     "spoilt_on",
+    "uneven_optimizers",
 ]
 
 MODELS = ("reference", "reference_moe")
@@ -404,6 +405,29 @@ def spoilt_in_the_optimizer(failing: int) -> str:
             faults.disarm()
             subject.rescue.remove()
     return ""
+
+
+def uneven_optimizers(steps: int) -> int:
+    """Steps on ranks that have one optimizer more the higher they are, as the stages of a pipeline may."""
+    model = small_llama(2).to("tide")
+    parameters, count = list(model.parameters()), dist.get_rank() + 1
+    optimizers = [torch.optim.SGD(parameters[place::count], lr=0.1) for place in range(count)]
+    rescue = Rescue(model, optimizers, layers="layers")
+    rescue.arm()
+    tokens = tokens_of(0, batch=1).to("tide")
+
+    def step() -> Tensor:
+        loss = loss_of(model(tokens), tokens)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(steps):
+        rescue.run(step)
+    rescue.remove()
+    return steps
 
 
 @contextmanager

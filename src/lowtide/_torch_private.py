@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import attrgetter
@@ -60,6 +60,7 @@ __all__ = [
     "given_operands",
     "group_named",
     "held_indices",
+    "hooks_on_top",
     "imagined_process_group",
     "inner_tensor",
     "is_any_autocast_enabled",
@@ -176,11 +177,19 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version if type(tensor) in PLAIN else tensor._version + inner_tensor(tensor)._version
 
 
-def forget_unscaling(optimizer: torch.optim.Optimizer) -> None:
-    """Let every GradScaler forget that it has unscaled the gradients of an optimizer's step, which is begun anew."""
+def hooks_on_top(pack: Any) -> bool:
+    """Whether the saved-tensor hooks that are asked now are those with this ``pack``; others may have come on top."""
+    top = top_saved_tensors_hooks(False)
+    return top is not None and top[0] is pack
+
+
+def forget_unscaling(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let every GradScaler forget that it has unscaled gradients in these optimizers' step, which is begun anew."""
+    keys = [id(optimizer) for optimizer in optimizers]
     for one in gc.get_objects():
         if issubclass(type(one), torch.amp.GradScaler):
-            one._per_optimizer_states.pop(id(optimizer), None)
+            for key in keys:
+                one._per_optimizer_states.pop(key, None)
 
 
 def is_cast(tensor: Tensor, source: Tensor) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,3 +255,45 @@ def test_an_optimizer_that_steps_in_backward_is_not_repeated() -> None:
     with pytest.raises(RescueError, match="begun to change parameters"):
         rescue.run(step)
     rescue.remove()
+
+
+TWO_DEVICES = """
+import os, torch, tide
+from torch import nn
+from tide import faults
+from lowtide.adapt.rescue import Rescue
+
+def train(armed, rescued):
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 64).to("tide:0"), nn.Linear(64, 64).to("tide:1")
+    model, x = nn.ModuleList([first, second]), torch.randn(64, 64, device="tide:0")
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
+    rescue = Rescue(model, [optimizer])
+    if armed:
+        rescue.arm()
+    def step():
+        steps.append(1)
+        y = nn.functional.dropout(second(first(x).to("tide:1")), 0.3)
+        weights = torch.sigmoid(y.detach())
+        if rescued and len(steps) == 2:
+            faults.fail_allocation(1)
+        loss = (y * torch.poisson(weights)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(3):
+        rescue.run(step) if rescued else step()
+    faults.disarm()
+    assert rescued == bool(rescue.counts.retried if armed else rescue.counts.repeated)
+    rescue.remove()
+    return [one.detach().cpu() for one in model.parameters()]
+
+for armed in (False, True):
+    assert all(map(torch.equal, train(armed, False), train(armed, True))), armed
+os._exit(0)  # torch may abort if the interpreter ends just after a backward
+"""
+
+
+def test_generators_of_all_devices() -> None:
+    environment = {**os.environ, "TIDE_DEVICES": "2"}
+    subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, env=environment)

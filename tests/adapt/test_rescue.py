@@ -19,7 +19,7 @@ from lowtide._torch_private import scoped_library
 from lowtide.adapt.rescue import Rescue
 from lowtide.errors import RescueError
 from ranks import Ranks
-from sweep_cases import Subject, on_ranks, phase_of, single, spoilt_in_the_optimizer, spoilt_on
+from sweep_cases import Subject, on_ranks, phase_of, single, spoilt_in_the_optimizer, spoilt_on, uneven_optimizers
 from tide import faults
 
 ROWS, WIDTH = 64, 64
@@ -353,3 +353,8 @@ def test_an_optimizer_that_fails_in_a_write_stops_its_rank(ranks: Ranks) -> None
     first, second = ranks.run(spoilt_in_the_optimizer, 1)
     assert first == ""
     assert "after the optimizer had begun to change parameters" in second
+
+
+@pytest.mark.slow
+def test_ranks_with_different_numbers_of_optimizers_agree(ranks: Ranks) -> None:
+    assert ranks.run(uneven_optimizers, 3) == [3, 3]

@@ -119,8 +119,7 @@ class Beginning:
             for group, noted_group in zip(optimizer.param_groups, groups, strict=True):
                 group.update(noted_group)
         self.begun.clear()
-        for optimizer, _ in self.states:
-            forget_unscaling(optimizer)
+        forget_unscaling(optimizer for optimizer, _ in self.states)
 
 
 def _noted(gradient: Tensor | None) -> _Gradient | None:

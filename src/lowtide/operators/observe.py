@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from lowtide._torch_private import (
     StorageWeakRef,
     TorchDispatchMode,
+    hooks_on_top,
     is_own_output,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_bytes,
     storage_key,
-    top_saved_tensors_hooks,
     weak_storage,
     written_arguments,
 )
@@ -191,8 +191,7 @@ class Watcher:
 
     def pause(self) -> None:
         """Watch nothing for a while."""
-        top = top_saved_tensors_hooks(False)
-        if top is not None and top[0] is self.hooks:  # others may have put theirs on top: then ours rest anyway
+        if hooks_on_top(self.hooks):  # others may have put theirs on top: then ours rest anyway
             self.hooks = None
             pop_saved_tensors_hooks()
         if self.kernels is not None:

@@ -17,7 +17,7 @@ from lowtide._torch_private import storage_bytes, under_compilation
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.observe import Source, Watcher
-from lowtide.operators.wrappers import around
+from lowtide.operators.wrappers import Hook, around
 
 __all__ = ["Held", "Root"]
 
@@ -71,7 +71,7 @@ class Root:
     def watch(self) -> Iterator[None]:
         """Watch the model while it runs inside this context. Enter it after the contexts that watch the layers."""
         self.tracker.attach()
-        handles = around(self.model, self._begin, lambda *_: None)
+        handles: list[Any] = [self.model.register_forward_pre_hook(Hook(self._begin), prepend=True)]
         for layer in self.layers:
             handles += around(layer, self._pause, self._resume)
         try:

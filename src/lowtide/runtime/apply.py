@@ -102,8 +102,7 @@ class Handle:
         self.root: RootFollower | None = None
         if policy.root != LayerPolicy():
             self._refuse_root()
-            self.root = RootFollower(model, layers.modules, self.manager, verify=verify)
-            self.root.learnt = self._root_learnt
+            self.root = RootFollower(model, layers.modules, self.manager, self._root_learnt, verify=verify)
         self._gathering = [
             layer.register_forward_pre_hook(GatherAgain(index))
             for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -12,32 +12,16 @@ from torch.overrides import TorchFunctionMode
 from lowtide.operators.calls import Site
 from lowtide.operators.wrappers import Function, Wrappers
 
-__all__ = ["CallRunner", "intercept"]
+if TYPE_CHECKING:
+    from lowtide.runtime.run import CapturingRun
 
-
-class CallRunner(Protocol):
-    """Runs a call that was listened for."""
-
-    paused: bool
-    """Whether what runs now is somebody else's."""
-    turns: dict[Any, int]
-    """How often each module with several calls has run so far."""
-
-    def call(
-        self,
-        name: str,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module | None = None,
-    ) -> Any:
-        """Run ``function``, or a leaf module's, as the operator ``name``."""
+__all__ = ["intercept"]
 
 
 def intercept(
     layer: nn.Module,
     sites: Mapping[str, tuple[Site, ...]],
-    running: Callable[[], CallRunner | None],
+    running: Callable[[], CapturingRun | None],
     wrappers: Wrappers,
 ) -> None:
     """Send the calls at ``sites`` through whatever ``running()`` gives, while it gives something."""
@@ -57,7 +41,7 @@ def intercept(
 
 
 def _module_call(
-    forward: Function, module: nn.Module, names: list[str], running: Callable[[], CallRunner | None]
+    forward: Function, module: nn.Module, names: list[str], running: Callable[[], CapturingRun | None]
 ) -> Function:
     """A leaf module's forward; its k-th call in a run of the layer is the k-th name."""
     if len(set(names)) == 1:
@@ -81,7 +65,7 @@ def _module_call(
 
 
 def _functions(
-    forward: Function, wanted: dict[Any, dict[int, str]], running: Callable[[], CallRunner | None]
+    forward: Function, wanted: dict[Any, dict[int, str]], running: Callable[[], CapturingRun | None]
 ) -> Function:
     """A module's forward in which some functions are listened for."""
 
@@ -98,7 +82,7 @@ def _functions(
 class _Functions(TorchFunctionMode):
     """Sees every torch function; all but a few go straight on."""
 
-    def __init__(self, wanted: dict[Any, dict[int, str]], runner: CallRunner) -> None:
+    def __init__(self, wanted: dict[Any, dict[int, str]], runner: CapturingRun) -> None:
         super().__init__()
         self.wanted, self.runner = wanted, runner
         self.turns: dict[Any, int] = {}

@@ -91,8 +91,6 @@ class LayerProgram(NamedTuple):
     """Where to listen: the calls of recomputed operators, of casts of what they produce, and of readers that cast."""
     known: frozenset[str]
     """All operators; a call that is none of them only views or casts."""
-    random: frozenset[str]
-    """The operators that draw random numbers."""
     collectives: frozenset[str]
     """The operators that are collectives."""
     due: frozenset[int]
@@ -189,7 +187,6 @@ def compile_layer(
         tuple(name for name in asked if not facts[name].repeatable and facts[name].owned),
         _sites(kind, captured),
         frozenset(facts),
-        frozenset(name for name, operator in facts.items() if operator.random),
         frozenset(call.name for call in kind.calls if is_collective(call.site.function)),
         frozenset(due),
         Part("", 0, len(actions)) if due or captured else _part(kind, actions),

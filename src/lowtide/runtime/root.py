@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from lowtide._torch_private import hooks_on_top, pop_saved_tensors_hooks, push_saved_tensors_hooks
 from lowtide.operators.calls import Site
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.root import Root
@@ -39,8 +39,17 @@ __all__ = ["RootFollower"]
 class RootFollower:
     """What is attached to a model for what it computes outside its layers: a tracker that learns, or its decisions."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], manager: SwapManager, *, verify: bool) -> None:
-        self.model, self.layers, self.manager, self.verify = model, layers, manager, verify
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        manager: SwapManager,
+        learnt: Callable[[], None],
+        *,
+        verify: bool,
+    ) -> None:
+        """``learnt`` is called when the root has become known, for the first time or anew."""
+        self.model, self.layers, self.manager, self.learnt, self.verify = model, layers, manager, learnt, verify
         self.kind: LayerKind | None = None
         self.before = 0
         """How many of its operators come before the first layer."""
@@ -48,8 +57,6 @@ class RootFollower:
         self.decided: _DecidedRoot | None = None
         self.watched: Root | None = None
         self.watching = ExitStack()
-        self.learnt: Callable[[], None] | None = None
-        """Called when the root has become known, for the first time or anew."""
 
     @property
     def idle(self) -> bool:
@@ -117,7 +124,6 @@ class RootFollower:
         first = seen.calls[:calls]  # all of them where no layer has run
         self.kind = layer_kind(self.model, seen)
         self.before = len({call.name for call in first if call.writes})
-        assert self.learnt is not None
         self.learnt()
 
 
@@ -161,7 +167,7 @@ class _DecidedRoot:
             try:
                 output = forward(*args, **kwargs)
             finally:
-                if self._on_top():  # a layer that was interrupted may not have put them back
+                if hooks_on_top(pack):  # a layer that was interrupted may not have put them back
                     pop_saved_tensors_hooks()
                 self.run = self.pack = None
                 self.paused.clear()
@@ -173,15 +179,11 @@ class _DecidedRoot:
 
         return followed
 
-    def _on_top(self) -> bool:
-        top = top_saved_tensors_hooks(False)
-        return top is not None and top[0] is self.pack
-
     def _pause(self, layer: nn.Module, args: Any) -> None:
         refuse_compilation(ROOT)
         if self.run is None or self.run.thread != get_ident():
             return
-        ours = self._on_top()  # others may have put theirs on top, and then ours rest anyway
+        ours = hooks_on_top(self.pack)  # others may have put theirs on top, and then ours rest anyway
         self.paused.append((layer, ours))
         self.run.paused = True
         if ours:
