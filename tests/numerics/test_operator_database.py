@@ -1,4 +1,4 @@
-"""Every operator of torch's database is bitwise the same under every decision, in the profiled step as in the others."""
+"""Every operator of torch's database is bitwise the same under every decision, in the profiled step too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ DECISIONS = {
     "swap": LayerPolicy(Swap(1), boundary=Swap(1)),
 }
 USUAL = (
-    "nn.functional.rrelu", "prod", "masked_fill", "median", "nanmedian", "min.reduction_no_dim", "nn.functional.batch_norm",
-    "nn.functional.dropout", "nn.functional.scaled_dot_product_attention", "nn.functional.layer_norm", "cat", "sort",
+    "nn.functional.rrelu", "prod", "masked_fill", "median", "nanmedian", "min.reduction_no_dim",
+    "nn.functional.batch_norm", "nn.functional.dropout", "nn.functional.scaled_dot_product_attention",
+    "nn.functional.layer_norm", "cat", "sort",
     "nn.functional.multi_head_attention_forward", "split", "linalg.qr", "index_put", "cumprod", "nn.functional.gelu",
     "nn.functional.embedding", "fft.rfft", "to_sparse",
 )  # fmt: skip
