@@ -423,7 +423,7 @@ def _casts_left_alone() -> Iterator[None]:
 
 @cache
 def _device_kinds() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 

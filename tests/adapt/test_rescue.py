@@ -142,6 +142,36 @@ def test_an_armed_run_with_less_memory_is_bitwise_the_same(share: float) -> None
     assert not rescue.counts.any
 
 
+@pytest.fixture
+def npu_like() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Calls an operator that fails for lack of memory, once, as a backend does that has no exception for it."""
+    with scoped_library("npu_test", "FRAGMENT") as library:
+        library.define("plain_error(Tensor x) -> Tensor")
+        calls = 0
+
+        def fail_once(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise RuntimeError("NPU out of memory. Tried to allocate 4.00 KiB (NPU 0; 60.97 GiB total capacity)")
+            return x.clone()
+
+        library.impl("plain_error", fail_once, "PrivateUse1")
+        yield lambda x: x * torch.ops.npu_test.plain_error(x.detach())
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_a_backend_that_raises_a_plain_error_is_rescued_too(npu_like: Callable[[Tensor], Tensor], armed: bool) -> None:
+    trained = Trained(change=npu_like)
+    rescue = rescue_of(trained)
+    if armed:
+        rescue.arm()
+    found = trained.train(rescue.run, steps=1)
+    counts = rescue.counts.taken()
+    assert (counts.retried, counts.repeated) == ((1, 0) if armed else (0, 1))
+    assert same(found, Trained(change=npu_like).train(plainly, steps=1))
+
+
 def test_a_disarmed_run_repeats_its_first_step_and_is_armed_then() -> None:
     with less_memory(0.8) as (expected, trained, rescue):
         assert same(trained.train(rescue.run), expected)

@@ -37,6 +37,7 @@ from lowtide._torch_private import (
 )
 from lowtide.adapt.counts import Counts
 from lowtide.operators.kept import kept_apart
+from lowtide.out_of_memory import is_out_of_memory
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
 
@@ -201,8 +202,8 @@ class _Stored:
             try:
                 whole = torch.empty(host.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
                 break
-            except torch.OutOfMemoryError:  # where a mode watches, it has made all the room that there is
-                if not self.book.evict(host.nbytes):
+            except RuntimeError as error:  # where a mode watches, it has made all the room that there is
+                if not is_out_of_memory(error) or not self.book.evict(host.nbytes):
                     raise
         whole.copy_(host.view(self.dtype))
         self.whole, self.host = whole, None

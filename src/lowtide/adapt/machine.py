@@ -15,6 +15,7 @@ from lowtide.cost.fit import Sample, fit
 from lowtide.cost.kernel import is_free
 from lowtide.cost.links import Links, measure_links
 from lowtide.cost.stopwatch import watch_for
+from lowtide.out_of_memory import is_out_of_memory
 from lowtide.trace.trace import Kernel
 
 __all__ = ["available_capacity", "available_host_memory", "link_of"]
@@ -55,9 +56,9 @@ def _links(device: torch.device) -> Links:
         try:
             with torch.no_grad():
                 return measure_links(device, watch_for(device, largest), rounds=ROUNDS, largest=largest)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             largest //= 4
-            if largest < LEAST:
+            if largest < LEAST or not is_out_of_memory(error):
                 raise
 
 

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import inner_tensor, storage_key
+from lowtide._torch_private import inner_tensor, storage_key, unseen_by_modes
 from lowtide.adapt.counts import Counts
 from lowtide.adapt.handles import bytes_of
 from lowtide.operators.calls import tensors_of
+from lowtide.out_of_memory import is_out_of_memory
 
 __all__ = ["Pager", "touched_by"]
 
@@ -86,19 +87,22 @@ class Pager:
                     try:
                         _resize(paged.storage, paged.host.nbytes)
                         break
-                    except torch.OutOfMemoryError:
-                        if not make_room(paged.host.nbytes, touched):
+                    except RuntimeError as error:
+                        if not is_out_of_memory(error) or not make_room(paged.host.nbytes, touched):
                             raise
-                del self.away[key]  # before the copy, which the mode may see
-                bytes_of(paged.storage, paged.device).copy_(paged.host)
+                with unseen_by_modes():  # ours would look for it among what is away
+                    bytes_of(paged.storage, paged.device).copy_(paged.host)
+                del self.away[key]  # only now: an interrupt before this must not lose the bytes
 
     def page_in_all(self) -> bool:
         """Bring back everything for which there is room; whether that is everything."""
-        try:
-            self.page_in(set(self.away), lambda wanted, touched: 0)
-        except torch.OutOfMemoryError:
-            return False
-        return True
+        for key in list(self.away):
+            try:
+                self.page_in({key}, lambda wanted, touched: 0)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        return not self.away
 
     def compact(self) -> None:
         """Lay optimizer states and gradients side by side, between two steps.

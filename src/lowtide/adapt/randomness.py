@@ -57,7 +57,7 @@ class ProcessGenerators(NamedTuple):
 
 def _defaults(given: Any) -> list[torch.Generator]:
     found = [torch.default_generator]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         of_devices = getattr(torch.get_device_module(accelerator), "default_generators", ())
         if given is None or not of_devices:  # there are none until a device is first used

@@ -38,10 +38,11 @@ from lowtide.adapt.counts import Counts
 from lowtide.adapt.handles import Book
 from lowtide.adapt.paging import Pager
 from lowtide.adapt.repeat import Beginning, Repeat
-from lowtide.adapt.retry import Retry, missing_bytes
+from lowtide.adapt.retry import Retry
 from lowtide.errors import ModelError, RescueError
 from lowtide.operators.layers import find_layers
 from lowtide.operators.wrappers import Hook
+from lowtide.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.runtime.apply import Handle as Applied
 from lowtide.runtime.saved import unpack
 from lowtide.units import format_bytes
@@ -340,6 +341,6 @@ class Rescue:
 
 def _want_of_memory(error: BaseException | None) -> BaseException | None:
     """The error, or the one that it came from, that is about memory; others wrap it, such as a pipeline's stage."""
-    while error is not None and not isinstance(error, (Repeat, torch.OutOfMemoryError)):
+    while error is not None and not isinstance(error, Repeat) and not is_out_of_memory(error):
         error = error.__cause__
     return error

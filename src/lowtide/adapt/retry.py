@@ -2,7 +2,7 @@
 
 [Note: repeating an operator]
 A dispatch mode sees every kernel below autograd, in forward and in backward, on autograd's threads too. When a kernel
-raises ``OutOfMemoryError`` nothing that it made is left, and it can be run again, if
+is out of memory nothing that it made is left, and it can be run again, if
 
 - it drew no random numbers: the generators are noted before a random operator, and before one that is not torch's own;
 - it wrote nothing: an operator that only makes new tensors, or writes all over its target whatever was there, is
@@ -20,7 +20,6 @@ A tensor subclass takes itself apart first; its plain tensors come here. Inside 
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -30,10 +29,10 @@ from lowtide._torch_private import PLAIN, TorchDispatchMode, written_arguments
 from lowtide.adapt.counts import Counts
 from lowtide.adapt.paging import Pager, touched_by
 from lowtide.adapt.randomness import Generators
-from lowtide.errors import UnitError
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.out_of_memory import is_out_of_memory, missing_bytes
+from lowtide.units import format_bytes
 
-__all__ = ["Defence", "Retry", "missing_bytes"]
+__all__ = ["Defence", "Retry"]
 
 
 class Defence(Protocol):
@@ -90,7 +89,9 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             try:
                 return plain(storage, size)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failure = error.with_traceback(None)
             nature = _Nature(random=False, collective=False, writes=False, overwrites=False, in_parts=False)
             call = _Call(plain, (storage, size), {}, nature, {storage._cdata})
@@ -117,8 +118,10 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nature.simple and not pager.away and pager.stepping is None:
             try:  # the usual way, which has to be short
                 return func(*args, **(kwargs or {}))
-            except torch.OutOfMemoryError as error:
-                failure: torch.OutOfMemoryError | None = error.with_traceback(None)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure: RuntimeError | None = error.with_traceback(None)
             call, generators = _Call(func, args, kwargs or {}, nature), None
         else:
             call = _Call(func, args, kwargs or {}, nature)
@@ -135,7 +138,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nature = self.natures[id(func)] = _nature(func)
         return nature
 
-    def _run(self, call: _Call) -> torch.OutOfMemoryError | None:
+    def _run(self, call: _Call) -> RuntimeError | None:
         """Run an operator once; what it raised for want of memory, if it did."""
         pager, begun = self.defence.pager, False
         try:
@@ -143,8 +146,8 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 pager.page_in(call.touched(), self.defence.make_room)
             begun = True
             call.result = call.func(*call.args, **call.kwargs)
-        except torch.OutOfMemoryError as error:
-            if begun and call.nature.collective:
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or (begun and call.nature.collective):
                 raise
             failure = error.with_traceback(None)  # it holds what the operator was given
         else:
@@ -154,7 +157,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.defence.spoil(str(call.func))
         return failure
 
-    def _again(self, call: _Call, generators: Generators | None, failure: torch.OutOfMemoryError | None) -> None:
+    def _again(self, call: _Call, generators: Generators | None, failure: RuntimeError | None) -> None:
         """Make room and run an operator again, until it succeeds or there is no more room to be made."""
         defence, touched = self.defence, call.touched()
         freed, times, collected = 0, 1.0, False
@@ -238,20 +241,7 @@ class _Call:
         ]
 
 
-def missing_bytes(error: BaseException) -> int:
-    """How many bytes could not be allocated, as far as the message says it; otherwise a guess to begin with."""
-    found = _TRIED.search(str(error))
-    if found is not None:
-        try:
-            return max(parse_bytes(found[1].replace("bytes", "B")), 1)
-        except UnitError:
-            pass
-    return _GUESS
-
-
 _PLAIN = frozenset(PLAIN)
-_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
-_GUESS = 1 << 20
 
 
 def _nature(func: Any) -> _Nature:

@@ -446,7 +446,7 @@ class RandomState:
         self.devices, self.states = get_device_states(*given)
         kinds = {tensor.device.type for tensor in given} - {"cpu"}
         self.kind = kinds.pop() if kinds else "cuda"
-        if not given and (accelerator := torch.accelerator.current_accelerator()) is not None:
+        if not given and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
             self.kind, self.devices = accelerator.type, [torch.accelerator.current_device_index()]
             self.states = self._now()
         self.generators = [(one, one.get_state()) for one in arguments if isinstance(one, torch.Generator)]

@@ -33,6 +33,7 @@ from lowtide._torch_private import (
     without_graph,
 )
 from lowtide.errors import SwapError
+from lowtide.out_of_memory import is_out_of_memory
 from lowtide.policy import Swap
 from lowtide.runtime.disk import DiskFile
 from lowtide.runtime.host import HostBuffer, HostPool
@@ -110,9 +111,9 @@ class Swapped:
                 return source
             try:
                 return self._here()
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 return self._here_at_last()
 
     def forget(self) -> None:
@@ -140,9 +141,9 @@ class Swapped:
         self.line.note("a copy back failed and was repeated")
         try:
             return self._here()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise SwapError(
                 f"what {self.line.whose} produced could not be copied back to {self.device}, twice: {error}"
             ) from error

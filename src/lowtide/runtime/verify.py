@@ -80,7 +80,7 @@ class _State:
         self.gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self.host = torch.get_rng_state()
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.module: Any = getattr(torch, accelerator.type, None) if accelerator is not None else None
         self.device = self.module.get_rng_state() if self.module is not None else None
 

@@ -175,7 +175,7 @@ def _seconds(timed: Sequence[Recorder], count: int) -> list[float] | None:
 @contextmanager
 def _random_restored() -> Iterator[None]:
     """The generators, put back where they were: looking at a model must not change its training."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = list(range(torch.accelerator.device_count())) if accelerator is not None else []
     with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator is not None else "cuda"):
         yield

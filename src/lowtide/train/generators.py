@@ -48,5 +48,5 @@ def reseed(seed: int) -> None:
 def _device_module() -> Any:
     if not torch.accelerator.is_available():
         return None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else torch.get_device_module(accelerator)
