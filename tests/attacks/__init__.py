@@ -1,0 +1,1 @@
+"""Training programs that try to break lowtide; see harness."""

@@ -1,0 +1,153 @@
+"""What stands around a program in its process: modes, hooks, patched functions, threads, files and memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lowtide._torch_private import function_modes, top_saved_tensors_hooks
+
+__all__ = ["Memory", "Surroundings", "settled", "shape_of"]
+
+PATCHABLE: tuple[tuple[Any, str], ...] = (
+    (torch.UntypedStorage, "resize_"),
+    (torch.Tensor, "backward"),
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (torch.utils.checkpoint, "checkpoint"),
+    (torch.optim.Optimizer, "step"),
+    (torch.optim.Optimizer, "zero_grad"),
+    (torch.amp.GradScaler, "step"),
+    (torch.amp.GradScaler, "unscale_"),
+    (nn.Module, "__call__"),
+    (nn.Module, "_call_impl"),
+    (nn.Module, "__getattr__"),
+    (torch, "save"),
+)
+"""Functions of torch that something might replace for a while."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The process's global state, to be the same before and after."""
+
+    saved_tensor_hooks: bool
+    function_modes: int
+    dispatch_modes: int
+    patched: tuple[int, ...]
+    module_hooks: tuple[int, ...]
+    optimizer_hooks: tuple[int, int]
+    collects_garbage: bool
+    gradients: bool
+    default_dtype: torch.dtype
+    deterministic: bool
+    autocast: tuple[bool, bool]
+    threads: int
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        return cls(
+            saved_tensor_hooks=top_saved_tensors_hooks(False) is not None,
+            function_modes=function_modes(),
+            dispatch_modes=len(_get_current_dispatch_mode_stack()),
+            patched=tuple(id(getattr(owner, name)) for owner, name in PATCHABLE),
+            module_hooks=tuple(len(hooks) for name, hooks in vars(module_hooks).items() if name.endswith("_hooks")),
+            optimizer_hooks=(
+                len(optimizer_hooks._global_optimizer_pre_hooks),
+                len(optimizer_hooks._global_optimizer_post_hooks),
+            ),
+            collects_garbage=gc.isenabled(),
+            gradients=torch.is_grad_enabled(),
+            default_dtype=torch.get_default_dtype(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            autocast=(torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+            threads=threading.active_count(),
+        )
+
+    def changed(self, later: Surroundings) -> list[str]:
+        """What is otherwise later, in words."""
+        return [
+            f"{field.name.replace('_', ' ')} {getattr(self, field.name)} became {getattr(later, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(later, field.name)
+        ]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the process holds."""
+
+    device_bytes: int
+    pinned_bytes: int
+    tensors: int
+    """Tensors that are alive and that the cycle collector knows."""
+    files: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> Memory:
+        device_bytes = pinned_bytes = 0
+        if device.type == "tide":
+            import tide
+
+            device_bytes = int(torch.accelerator.memory_allocated())
+            pinned_bytes = tide.pinned_memory_stats()["allocated"]
+        return cls(
+            device_bytes=device_bytes,
+            pinned_bytes=pinned_bytes,
+            tensors=sum(isinstance(one, Tensor) for one in gc.get_objects()),
+            files=len(os.listdir("/proc/self/fd")),
+        )
+
+    def grown(self, later: Memory) -> list[str]:
+        """What there is more of later, in words."""
+        return [
+            f"{getattr(later, field.name) - getattr(self, field.name)} more {field.name.replace('_', ' ')}"
+            for field in fields(self)
+            if getattr(later, field.name) > getattr(self, field.name)
+        ]
+
+
+def settled(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+    """Whether it comes true soon: graphs may end late, and the disk tier works on threads of its own."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        gc.collect()
+        time.sleep(0.01)
+    return True
+
+
+def shape_of(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """What modules and optimizers are made of: their classes, attributes and numbers of hooks."""
+    shape: dict[str, Any] = {}
+    for number, model in enumerate(models):
+        for name, module in model.named_modules():
+            shape[f"model {number} {name or 'itself'}"] = _made_of(module)
+    for number, optimizer in enumerate(optimizers):
+        shape[f"optimizer {number}"] = _made_of(optimizer)
+    return shape
+
+
+def _made_of(thing: Any) -> dict[str, Any]:
+    attributes = vars(thing)
+    hooks = {name: len(value) for name, value in attributes.items() if name.endswith("_hooks") and value}
+    own = attributes.get("forward") or attributes.get("step")
+    return {
+        "class": type(thing).__qualname__,
+        "attributes": frozenset(attributes),
+        "hooks": hooks,
+        "wrapped by": getattr(own, "__qualname__", type(own).__qualname__),
+    }
