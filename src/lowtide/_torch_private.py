@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_d
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "COLLECTIVE_NAMESPACES",
     "PLAIN",
     "AutocastState",
     "DisableTorchFunction",
@@ -47,6 +48,7 @@ __all__ = [
     "autocast_state",
     "backward_node_number",
     "compiled_call",
+    "count_of_writes",
     "current_backward",
     "current_dispatch_mode",
     "current_node",
@@ -58,6 +60,7 @@ __all__ = [
     "function_modes",
     "given_operand",
     "given_operands",
+    "group_name_of",
     "group_named",
     "held_indices",
     "hooks_on_top",
@@ -177,6 +180,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version if type(tensor) in PLAIN else tensor._version + inner_tensor(tensor)._version
 
 
+def count_of_writes(tensor: Tensor) -> Tensor:
+    """An empty tensor whose version is always that of ``tensor``: it shares the count and holds none of the bytes."""
+    counter = without_graph(tensor)
+    with DisableTorchFunction():
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
 def hooks_on_top(pack: Any) -> bool:
     """Whether the saved-tensor hooks that are asked now are those with this ``pack``; others may have come on top."""
     top = top_saved_tensors_hooks(False)
@@ -207,11 +218,23 @@ def _before_views(node: Any) -> Any:
     return node
 
 
+COLLECTIVE_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+)
+"""The namespaces of operators that ranks take part in together."""
+
+
 def is_collective(function: Any) -> bool:
     """Whether a torch function is one of the functional collectives, which give back what is still under way."""
     if not str(getattr(function, "__module__", "")).startswith("torch._ops._c10d_functional"):
         return False
     return function.__name__.split(".")[0] not in ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def group_name_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The name of the group that a functional collective was called for: its last argument."""
+    name = kwargs.get("group_name", args[-1] if args else None)
+    return name if isinstance(name, str) else None
 
 
 def finish_collective(result: Any) -> Any:

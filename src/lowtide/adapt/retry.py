@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lowtide._torch_private import PLAIN, TorchDispatchMode, written_arguments
+from lowtide._torch_private import COLLECTIVE_NAMESPACES, PLAIN, TorchDispatchMode, written_arguments
 from lowtide.adapt.counts import Counts
 from lowtide.adapt.paging import Pager, touched_by
 from lowtide.adapt.randomness import Generators
@@ -249,7 +249,7 @@ def _nature(func: Any) -> _Nature:
     written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     nature = _Nature(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
-        collective=space in _COLLECTIVES and (space != "_c10d_functional" or bool(written)),
+        collective=space in COLLECTIVE_NAMESPACES and (space != "_c10d_functional" or bool(written)),
         writes=bool(written) or name in _WRITING_UNSAID,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
@@ -257,8 +257,7 @@ def _nature(func: Any) -> _Nature:
     return nature._replace(simple=not (nature.random or nature.collective or nature.writes))
 
 
-_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
-_TORCHS_OWN = {"aten", "prim", "prims", *_COLLECTIVES}
+_TORCHS_OWN = {"aten", "prim", "prims", *COLLECTIVE_NAMESPACES}
 _WRITING_UNSAID = {"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"}
 """They change their running statistics, and their schemas do not say it."""
 _OVERWRITING = {

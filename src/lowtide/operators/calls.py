@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch_private import tree_leaves, tree_map
+from lowtide._torch_private import is_collective, tree_leaves, tree_map
 from lowtide.operators.wrappers import Function, Wrappers
 
 __all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors_of"]
@@ -39,6 +39,9 @@ class CallListener(Protocol):
     def call_ends(self, output: Any) -> None:
         """The operator has run."""
 
+    def collective_begins(self, name: str) -> None:
+        """A functional collective is about to be issued, as the operator of that name or inside of it."""
+
     def layer_ends(self, *, completed: bool) -> None:
         """The layer has run, or raised."""
 
@@ -62,6 +65,8 @@ class CallTracker:
         self.turns: list[dict[Any, int]] = []
         self.counts: dict[str, int] = {}
         self.running: object = None
+        self.name = ""
+        """The operator that runs, while ``running`` is not None."""
         self.paused = False
         """Whether what runs now is somebody else's: it is neither told of nor counted."""
         self.mode: _Functions | None = None
@@ -101,7 +106,8 @@ class CallTracker:
         self.turns.append({})
         if module in self.leaves and self.running is None:
             self.running = module
-            self.listener.call_begins(self._number(self.paths[module]), Site(self.names[module]), args, kwargs)
+            self.name = self._number(self.paths[module])
+            self.listener.call_begins(self.name, Site(self.names[module]), args, kwargs)
 
     def _leave(self, module: nn.Module, output: Any, completed: bool) -> None:
         if self.running is module:
@@ -128,11 +134,16 @@ class CallTracker:
             turns[func] = turns.get(func, -1) + 1
         name = _function_name(func)
         if self.running is not None or name is None or not self.stack:
+            if self.running is not None and is_collective(func):
+                self.listener.collective_begins(self.name)
             return func(*args, **kwargs)
         path = self.paths[self.stack[-1]]
         self.running = func
         site = Site(self.names[self.stack[-1]], func, self.turns[-1][func])
-        self.listener.call_begins(self._number(f"{path}.{name}" if path else name), site, args, kwargs)
+        self.name = self._number(f"{path}.{name}" if path else name)
+        self.listener.call_begins(self.name, site, args, kwargs)
+        if is_collective(func):
+            self.listener.collective_begins(self.name)
         output = None
         try:
             output = func(*args, **kwargs)

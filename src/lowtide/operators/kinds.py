@@ -48,6 +48,8 @@ class LayerKind(NamedTuple):
     """Every call of an operator, in order; those that only view or cast included."""
     owners: Mapping[int, str]
     """For each storage that an operator wrote, by number, the operator that wrote it last."""
+    collectives: tuple[str, ...]
+    """The operator of each functional collective that was issued, in order."""
     boundary: int
     """The bytes of the layer's input, where backward needs it."""
     root: int
@@ -100,6 +102,7 @@ def layer_kind(layer: nn.Module, seen: Observation, *, held_elsewhere: Iterable[
         seen.packs,
         seen.calls,
         seen.owners,
+        seen.collectives,
         boundary=_bytes([pack for pack in moved if pack.source == "boundary"]),
         root=_bytes([pack for pack in moved if pack.source == "root"]),
         static=_bytes([pack for pack in seen.packs if pack.source == "static"]),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import (
+    COLLECTIVE_NAMESPACES,
     StorageWeakRef,
     TorchDispatchMode,
     hooks_on_top,
@@ -91,6 +92,8 @@ class Call(NamedTuple):
     """Whether it drew random numbers."""
     repeatable: bool
     """False if it wrote into what it was given, or if that was written to afterwards: its call cannot be repeated."""
+    communicates: bool = False
+    """Whether it is a collective, or issues some inside."""
 
     @property
     def module(self) -> bool:
@@ -105,6 +108,8 @@ class Observation(NamedTuple):
     packs: tuple[Pack, ...]
     owners: Mapping[int, str]
     """For each storage that an operator wrote, by number, the operator that wrote it last."""
+    collectives: tuple[str, ...] = ()
+    """The operator of each functional collective that was issued, in order."""
 
 
 class _Origin(NamedTuple):
@@ -156,6 +161,7 @@ class Watcher:
         self.owners: dict[int, str] = {}
         self.calls: list[_OpenCall] = []
         self.packs: list[Pack] = []
+        self.collectives: list[str] = []
         self.open: _OpenCall | None = None
         self.kernels: _Kernels | None = None
         self.hooks: Hold | None = None
@@ -164,12 +170,13 @@ class Watcher:
             self.learn(tensor, "static", "")
 
     def result(self) -> Observation:
-        return Observation(tuple(call.close() for call in self.calls), tuple(self.packs), dict(self.owners))
+        calls = tuple(call.close() for call in self.calls)
+        return Observation(calls, tuple(self.packs), dict(self.owners), tuple(self.collectives))
 
     # Which operator is running.
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.calls, self.packs = [], []  # a layer that runs twice is known by its last run
+        self.calls, self.packs, self.collectives = [], [], []  # a layer that runs twice is known by its last run
         given = tensors_of((args, kwargs))
         for tensor in given:
             self.origin(tensor)
@@ -207,6 +214,9 @@ class Watcher:
         assert self.open is not None
         self.calls.append(self.open)
         self.open = None
+
+    def collective_begins(self, name: str) -> None:
+        self.collectives.append(name)
 
     # Whose value a storage holds.
 
@@ -299,7 +309,7 @@ class _OpenCall:
         self.inputs: dict[int, int] = {}
         self.made: set[int] = set()
         """The storages that it made."""
-        self.writes = self.random = False
+        self.writes = self.random = self.communicates = False
         self.repeatable = True
 
     def read(self, origin: _Origin, tensor: Tensor) -> None:
@@ -310,7 +320,16 @@ class _OpenCall:
 
     def close(self) -> Call:
         inputs = tuple(self.inputs.items())
-        return Call(self.name, self.site, tuple(self.reads), inputs, self.writes, self.random, self.repeatable)
+        return Call(
+            self.name,
+            self.site,
+            tuple(self.reads),
+            inputs,
+            self.writes,
+            self.random,
+            self.repeatable,
+            self.communicates,
+        )
 
 
 class _Kernels(TorchDispatchMode):
@@ -326,6 +345,8 @@ class _Kernels(TorchDispatchMode):
             return func(*args, **kwargs)
         given = tensors_of((args, kwargs))
         known = {storage_key(tensor) for tensor in given}
+        if self.watcher.open is not None and func.namespace in COLLECTIVE_NAMESPACES:
+            self.watcher.open.communicates = True
         result = func(*args, **kwargs)
         made = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in known]
         changed = tensors_of(written_arguments(func, args, kwargs))

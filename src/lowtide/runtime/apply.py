@@ -19,6 +19,7 @@ from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Recompute, Resolution, Swap, Unused, resolve
 from lowtide.runtime.buffers import BufferKeeper
 from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.collectives import Collectives
 from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
@@ -245,6 +246,7 @@ class _Follower:
         self.kind: LayerKind | None = None
         self.noticed = False
         """Whether the layer, though it keeps everything or recomputes it, tells the schedule that it runs."""
+        self.collectives: Collectives | None = None
         self.compiled_layer: CompiledLayer | None = None
         self.compiled = has_compiled(self.layer)
         self._recompute_whole()
@@ -316,7 +318,15 @@ class _Follower:
                 check = LayerCheck(self.index, layer, kind) if handle.verify else None
                 # One that once took another way than its class, or shares modules with others, is followed as a whole.
                 narrow = self.kind is None and not handle.shared_modules.intersection(layer.modules())
-                self.decided = DecidedLayer(layer, self.program, handle.manager, span, check, narrow=narrow)
+                self.decided = DecidedLayer(
+                    layer,
+                    self.program,
+                    handle.manager,
+                    span,
+                    check,
+                    collectives=self._reissue(self.program),
+                    narrow=narrow,
+                )
                 self.decided.changed = self.watch
                 return
         if self.noticed:
@@ -328,6 +338,15 @@ class _Follower:
         elif due and self.compiled_layer is None:
             self.wrappers.wrap(layer, lambda forward: pass_by(forward, span, self.index), compiled_call(layer))
             self.noticed = True
+
+    def _reissue(self, program: LayerProgram) -> Collectives | None:
+        """Capture the collectives that are re-issued, from now on in every run. See [Note: re-issued collectives]."""
+        if self.collectives is None and any(program.reissued):
+            self.collectives = Collectives(self.index, self.handle.ledger)
+            self.collectives.attach(self.layer)
+        if self.collectives is not None:
+            self.collectives.wanted = program.reissued
+        return self.collectives
 
     def renew(self) -> None:
         """Be ready to be installed again."""
@@ -345,6 +364,9 @@ class _Follower:
         self._undo()
         if self.compiled_layer is not None:
             self.compiled_layer.wrappers.remove()
+        if self.collectives is not None:
+            self.collectives.remove()
+            self.collectives = None
         self.wrappers.remove()
 
     def _undo(self) -> None:
@@ -369,6 +391,10 @@ class _Follower:
     def call_ends(self, output: Any) -> None:
         assert self.watcher is not None
         self.watcher.call_ends(output)
+
+    def collective_begins(self, name: str) -> None:
+        assert self.watcher is not None
+        self.watcher.collective_begins(name)
 
     def layer_ends(self, *, completed: bool) -> None:
         assert self.watcher is not None

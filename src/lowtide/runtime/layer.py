@@ -27,6 +27,7 @@ from lowtide.operators.kept import Kept
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Swap
 from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.collectives import Collectives
 from lowtide.runtime.graft import Graft, learn_graft, put_on
 from lowtide.runtime.intercept import intercept
 from lowtide.runtime.ledger import Ledger, Line
@@ -180,16 +181,18 @@ class DecidedLayer:
         span: Span,
         check: LayerCheck | None = None,
         *,
+        collectives: Collectives | None = None,
         narrow: bool = False,
     ) -> None:
         self.program, self.manager, self.span, self.check = program, manager, span, check
+        self.collectives = collectives
         self.run: CapturingRun | None = None
         self.changed: Callable[[], None] | None = None
         """Called when the layer took another way than its kind."""
         self.graft: Graft | None = None
         """How the layer goes on without hooks, once that is known. See [Note: grafts]."""
         self.wrappers = Wrappers()
-        if program.captured:
+        if program.captures:
             intercept(layer, program.sites, self._running, self.wrappers)
             self.wrappers.wrap(layer, self._capture)
         else:
@@ -260,12 +263,16 @@ class DecidedLayer:
                 return forward(*args, **kwargs)
             first = self.span.enter()
             run = self.run = CapturingRun(self.program, self.manager, first)
+            if self.collectives is not None:
+                self.collectives.registry = run.registry
             try:
                 pack = run.pack if self.check is None else self.check.packing(run)
                 with saved_tensors_hooks(keeping(pack, self.manager), unpack):
                     output = forward(*args, **kwargs)
             finally:
                 self.run = None
+                if self.collectives is not None:
+                    self.collectives.registry = None
                 run.end()
             self.span.leave(first, output)
             if 0 < run.number != len(self.program.actions) or run.changed:

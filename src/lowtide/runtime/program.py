@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import is_collective
 from lowtide.operators.calls import Site
 from lowtide.operators.from_nodes import from_nodes
 from lowtide.operators.kept import Kept, kept_apart
@@ -54,6 +53,8 @@ class Action:
     """Whether the node that saves it made it. See [Note: lifetime]."""
     checked: bool
     """Whether it may be written to after it is saved, and then gets the graph of that write."""
+    collective: bool
+    """Whether its owner communicates: then only what a collective itself gave is recomputed, from that collective."""
     dtype: torch.dtype
     rank: int
     line: Line
@@ -91,14 +92,19 @@ class LayerProgram(NamedTuple):
     """Where to listen: the calls of recomputed operators, of casts of what they produce, and of readers that cast."""
     known: frozenset[str]
     """All operators; a call that is none of them only views or casts."""
-    collectives: frozenset[str]
-    """The operators that are collectives."""
+    reissued: tuple[str | None, ...]
+    """For each collective that the layer issues, in order: its operator if backward needs its result recomputed."""
     due: frozenset[int]
     """How many operators after the layer's first something is due: memory to let go, or a copy back to start. Some of
     it lies in the layers that follow."""
 
     part: Part
     """The part of the layer in which all of this happens."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether calls are captured while the layer runs, or collectives."""
+        return bool(self.captured) or any(self.reissued)
 
     @property
     def idle(self) -> bool:
@@ -126,7 +132,11 @@ def compile_layer(
     asked = [name for name, decision in decisions.items() if isinstance(decision, Recompute)]
     recomputed = frozenset(name for name in asked if facts[name].repeatable)
     by_node = from_nodes(kind.packs, [(call.name, call.reads) for call in kind.calls], recomputed)
-    captured = recomputed - by_node
+    communicating = {call.name for call in kind.calls if call.communicates}
+    needed = _needed(kind, recomputed)
+    reissued = tuple(name if name in needed else None for name in kind.collectives)
+    captured = recomputed - by_node - communicating
+    following = captured | {name for name in reissued if name is not None}
     positions = positions or kind.positions
     first = {pack.storage: number for number, pack in reversed(list(enumerate(kind.packs)))}
     last = {pack.storage: number for number, pack in enumerate(kind.packs)}
@@ -159,7 +169,7 @@ def compile_layer(
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
         final = last[pack.storage] == number
         shared = not final or first[pack.storage] != number
-        alone = not shared and not captured
+        alone = not shared and not following
         rebuilt = isinstance(decision, Recompute) and owner in by_node
         plain = alone and isinstance(decision, Swap) and decision.tier == "host" and _dense(pack)
         actions.append(
@@ -175,6 +185,7 @@ def compile_layer(
                 cast=pack.cast,
                 output=pack.output,
                 checked=checked,
+                collective=owner in communicating,
                 dtype=pack.dtype,
                 rank=len(pack.shape),
                 line=ledger.line(index, owner),
@@ -187,10 +198,25 @@ def compile_layer(
         tuple(name for name in asked if not facts[name].repeatable and facts[name].owned),
         _sites(kind, captured),
         frozenset(facts),
-        frozenset(call.name for call in kind.calls if is_collective(call.site.function)),
+        reissued,
         frozenset(due),
-        Part("", 0, len(actions)) if due or captured else _part(kind, actions),
+        Part("", 0, len(actions)) if due or following else _part(kind, actions),
     )
+
+
+def _needed(kind: LayerKind, recomputed: frozenset[str]) -> frozenset[str]:
+    """The recomputed operators whose results backward asks for: owners of saved tensors, and what they are made of."""
+    reads: dict[str, set[str]] = {}
+    for call in kind.calls:
+        reads.setdefault(call.name, set()).update(call.reads)
+    waiting = [pack.owner for pack in kind.packs if pack.source == "operator" and pack.movable]
+    needed = set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in recomputed and name not in needed:
+            needed.add(name)
+            waiting += reads.get(name, ())
+    return frozenset(needed)
 
 
 def _part(kind: LayerKind, actions: Sequence[Action | Keeping]) -> Part:

@@ -32,19 +32,24 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import (
     PLAIN,
+    StorageWeakRef,
     autocast_contexts,
     autocast_state,
+    count_of_writes,
     finish_collective,
+    inner_tensor,
     is_any_autocast_enabled,
     set_grad_enabled,
     storage_key,
     version_of,
+    weak_storage,
 )
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
@@ -297,10 +302,15 @@ class CapturedCall:
             self._rebuild()
         return self.insides[place]
 
+    def reissue(self) -> None:
+        """Take part in the collective again, whoever needs the result. See [Note: re-issued collectives]."""
+        if self.outputs is None:
+            self._rebuild()
+
     def release(self) -> None:
-        """One reference was used; with the last one the results go."""
+        """One reference was used; with the last one the results go. Those of a collective go with the graph."""
         self.pending -= 1
-        if self.pending <= 0:
+        if self.pending <= 0 and not self.collective:
             self.outputs, self.insides = None, {}
 
     def _rebuild(self) -> None:
@@ -375,10 +385,14 @@ class CapturedCall:
 class Registry:
     """The outputs of captured calls that are alive while a layer runs."""
 
-    __slots__ = ("entries", "held")
+    __slots__ = ("entries", "held", "parts", "storages")
 
     def __init__(self) -> None:
         self.entries: dict[int, tuple[weakref.ReferenceType[Tensor], CapturedCall, int, int]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, CapturedCall, int, Tensor, int]] = {}
+        """By storage: a reference to it, whose output it holds, and the output's count of writes, now and then."""
+        self.parts = dist.is_available() and dist.is_initialized()
+        """Whether plain tensors may be saved as the local parts of DTensors, which autograd does not know of."""
         self.held: list[_Held] = []
 
     def add(self, call: CapturedCall, output: Any, given: list[Tensor]) -> None:
@@ -390,6 +404,9 @@ class Registry:
                     break
             else:
                 self.entries[id(tensor)] = (weakref.ref(tensor), call, index, version_of(tensor))
+                if self.parts or type(tensor) is not Tensor:  # others are known by the object or its views
+                    writes = count_of_writes(inner_tensor(tensor))
+                    self.storages[storage_key(tensor)] = (weak_storage(tensor), call, index, writes, writes._version)
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
@@ -405,19 +422,23 @@ class Registry:
         return Produced(entry[1], entry[2], View.by(tensor))
 
     def find_by_storage(self, tensor: Tensor) -> Produced | None:
-        """As :meth:`find`, for what is neither the object nor a view that autograd knows of, such as a local part."""
-        key = storage_key(tensor)
-        for reference, call, index, version in self.entries.values():
-            output = reference()
-            if output is not None and storage_key(output) == key and version_of(output) == version:
-                return Produced(call, index, View.by(tensor))
-        return None
+        """As :meth:`find`, for what is neither the object nor a view that autograd knows of, such as a local part.
+
+        The object that the call returned may be gone, or not yet: see [Note: re-issued collectives].
+        """
+        if not self.storages or (entry := self.storages.get(storage_key(tensor))) is None:
+            return None
+        alive, call, index, writes, version = entry
+        # A view that was made below autograd counts its writes by itself, from zero.
+        if alive.expired() or writes._version != version or inner_tensor(tensor)._version not in (version, 0):
+            return None
+        return Produced(call, index, View.by(tensor))
 
     def hold(self, tensor: Any) -> Any:
         """What a captured call holds in place of an argument."""
         if not isinstance(tensor, Tensor):
             return tensor
-        source = self.find(tensor) if self.entries else None
+        source = (self.find(tensor) or self.find_by_storage(tensor)) if self.entries else None
         if source is None:
             held = _Held(tensor)
             self.held.append(held)

@@ -113,6 +113,10 @@ class RootFollower:
         assert self.watched is not None
         self.watched.watcher.call_ends(output)
 
+    def collective_begins(self, name: str) -> None:
+        assert self.watched is not None
+        self.watched.watcher.collective_begins(name)
+
     def layer_ends(self, *, completed: bool) -> None:
         assert self.watched is not None
         watcher, calls = self.watched.watcher, self.watched.before

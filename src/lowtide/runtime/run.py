@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import DisableTorchFunction, finish_collective, is_cast
+from lowtide._torch_private import DisableTorchFunction, is_cast, storage_bytes
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kept import Kept, kept_apart
 from lowtide.operators.nodes import read_node
@@ -184,10 +184,6 @@ class CapturingRun(Run):
                     self.open.saved = self.number - self.begun
                     if self.open.random is not None and not self.open.random.moved():
                         self.open.random = None
-                    if self.open.collective:
-                        # A collective counts its result's version up while it is under way, on a thread of its own:
-                        # what is found by that count, and so what is repeated, must be the same on every rank.
-                        output = finish_collective(output)
                     self.registry.add(self.open, output, self.given)
             return output
         finally:
@@ -209,7 +205,6 @@ class CapturingRun(Run):
         if line is not None:
             device = given[0].device if given else torch.device("cpu")
             self.open = call = CapturedCall(function, device, line, self.manager.ledger)
-            call.collective = name in program.collectives
             call.hold(args, kwargs, registry)
             attributes = vars(module).values() if module is not None else ()
             call.random = RandomState(given, (*args, *kwargs.values(), *attributes))
@@ -224,6 +219,9 @@ class CapturingRun(Run):
         produced = self.registry.find(tensor)
         if produced is None and (self.open is None or action.owner != self.name) and not action.cast:
             produced = self.registry.find_by_storage(tensor)
+        if action.collective and (produced is None or not produced.call.collective):
+            action.line.keep(storage_bytes(tensor), "it communicates, and this is not what a collective gave")
+            return None
         if produced is not None:
             produced.call.want_output(produced.output)
             return produced

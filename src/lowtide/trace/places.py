@@ -59,6 +59,9 @@ class _Operators:
         if self.recorder.in_forward:
             self.recorder.call_begins(name, (args, kwargs))
 
+    def collective_begins(self, name: str) -> None:
+        pass
+
     def call_ends(self, output: Any) -> None:
         if self.recorder.open is not None:
             self.recorder.call_ends()
