@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from numerics import layouts
+from numerics import experts, layouts
 from numerics.policies import every_policy
 from ranks import Ranks
 
@@ -22,6 +22,8 @@ ROWS: dict[str, Callable[..., Any]] = {
     "tensor and sequence parallel": layouts.sequence_parallel,
     "tensor and sequence parallel, made after apply": layouts.sequence_parallel_after_apply,
     "tensor parallel in FSDP2": layouts.tensor_parallel_and_fsdp2,
+    "expert parallel": experts.expert_parallel,
+    "expert parallel in FSDP2": experts.expert_parallel_and_fsdp2,
     "1F1B": layouts.one_f_one_b,
     "GPipe": layouts.gpipe,
     "interleaved 1F1B": layouts.interleaved,
@@ -33,7 +35,9 @@ FAST = [
     ("DDP", "cpu"),
     ("FSDP2", "tide"),
     ("FSDP2, bf16, parameters kept gathered", "cpu"),
+    ("tensor and sequence parallel", "cpu"),
     ("tensor and sequence parallel", "tide"),
+    ("expert parallel", "cpu"),
     ("1F1B", "cpu"),
     ("zero bubble V", "cpu"),
 ]
@@ -52,3 +56,10 @@ def test_is_exact(row: str, device: str, column: str, ranks: Ranks, expected: Ca
     found = ranks.run(ROWS[row], column, device)
     for one, other in zip(wanted, found, strict=True):
         assert one == other
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_whose_control_flow_differs_re_issue_the_same_collectives(ranks: Ranks) -> None:
+    first, second = ranks.run(experts.diverged, "recompute operators")
+    assert any(first), "no expert was without tokens: the case tries nothing"
+    assert first != second

@@ -236,13 +236,18 @@ class Watcher:
         self.owners[number] = owner
         return origin
 
-    def kernel(self, func: Any, given: list[Tensor], made: list[Tensor], changed: list[Tensor]) -> None:
-        """One kernel ran: it was given tensors, made new storages and changed old ones."""
+    def kernel(
+        self, func: Any, given: list[Tensor], made: list[Tensor], changed: list[Tensor], *, unseen: bool
+    ) -> None:
+        """One kernel ran: it was given tensors, made new storages and changed old ones.
+
+        With ``unseen`` the change is not counted in their versions: whoever made them would be recomputed without it.
+        """
         name = func._schema.name
         for tensor in changed:
             number = self.origin(tensor).number
             for call in [*self.calls, *([self.open] if self.open else [])]:
-                call.repeatable &= number not in call.inputs
+                call.repeatable &= number not in call.inputs and not (unseen and number in call.made)
             if self.open is not None and number not in self.open.made:
                 self.open.repeatable = False  # a buffer of its own, such as running statistics
             self.packs = [pack._replace(rewritten=True) if pack.storage == number else pack for pack in self.packs]
@@ -349,9 +354,11 @@ class _Kernels(TorchDispatchMode):
             self.watcher.open.communicates = True
         result = func(*args, **kwargs)
         made = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in known]
-        changed = tensors_of(written_arguments(func, args, kwargs))
+        # Schemas of collectives in place do not say what they fill, and nor do versions.
+        unseen = func.namespace == "c10d"
+        changed = given if unseen else tensors_of(written_arguments(func, args, kwargs))
         if made or changed:
-            self.watcher.kernel(func, given, made, changed)
+            self.watcher.kernel(func, given, made, changed, unseen=unseen)
         return result
 
 

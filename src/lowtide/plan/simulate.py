@@ -182,7 +182,7 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
             part = replace(policy, layers=tuple(policy.layers[layer] for layer in own), root=LayerPolicy())
             catalogue = Catalogue(tuple(trace.parts[trace.layers[layer]].catalogue for layer in own))
             resolved = resolve(part, catalogue, require_match=False).layers
-            whole = [_is_whole(one) for one in part.layers]
+            whole = [one.recomputed_as_a_whole for one in part.layers]
         else:
             resolved = tuple(policy.layers[layer] for layer in own)
             whole = [
@@ -216,13 +216,6 @@ def _repeating(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
         }
         changed |= {name: Recompute() for name in found | ordering if changed.get(name) == Keep()}
     return changed
-
-
-def _is_whole(settings: LayerPolicy) -> bool:
-    """As the runtime has it: an operator that is kept makes it a matter of single operators."""
-    return isinstance(settings.default, Recompute) and not any(
-        isinstance(rule.decision, Keep) for rule in settings.rules
-    )
 
 
 def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:

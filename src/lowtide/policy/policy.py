@@ -65,6 +65,11 @@ class LayerPolicy:
         if not isinstance(self.boundary, (Keep, Swap)):
             raise PolicyError(f"a layer's input can be kept or swapped; found {self.boundary}")
 
+    @property
+    def recomputed_as_a_whole(self) -> bool:
+        """Whether all of the layer is recomputed; an operator that is kept makes it a matter of single operators."""
+        return isinstance(self.default, Recompute) and not any(isinstance(rule.decision, Keep) for rule in self.rules)
+
     def __str__(self) -> str:
         parts = [str(self.default)]
         parts += [f"{rule.pattern}: {rule.decision}" for rule in self.rules]

@@ -16,11 +16,11 @@ from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.operators.wrappers import Function, Wrappers
-from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Recompute, Resolution, Swap, Unused, resolve
+from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Resolution, Swap, Unused, resolve
 from lowtide.runtime.buffers import BufferKeeper
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.collectives import Collectives
-from lowtide.runtime.communication import GatherAgain, communicating, repeat_collectives, warn_of_idle_settings
+from lowtide.runtime.communication import GatherAgain, communicating, decide_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
 from lowtide.runtime.ledger import ROOT, Ledger, Line, where
@@ -114,7 +114,9 @@ class Handle:
         layers = self.policy.layers
         if self.root is not None:
             self.root.watch()
-        elif not any(one.rules or _by_operator(one) or one.boundary != Keep() or one.communication for one in layers):
+        elif not any(
+            one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.communication for one in layers
+        ):
             return
         unknown: set[Structure] = set()
         for follower in self.followers:
@@ -235,7 +237,7 @@ class _Follower:
         self.kind_of = structure_of(self.layer)
         """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = handle.policy.layers[index]
-        self.whole = self.settings.default == Recompute() and not _by_operator(self.settings)
+        self.whole = self.settings.recomputed_as_a_whole
         self.wrappers = Wrappers()
         self.tracker: CallTracker | None = None
         self.watcher: Watcher | None = None
@@ -312,7 +314,7 @@ class _Follower:
         boundary = self.resolved.boundary
         if not self.whole and not self.compiled:
             kind = self.kind or handle.kinds[self.kind_of]
-            decisions = repeat_collectives(self.index, kind, self.resolved)
+            decisions = decide_collectives(self.index, kind, self.resolved, handle.policy)
             self.program = compile_layer(self.index, kind, decisions, self.resolved.boundary, handle.ledger, due)
             if not self.program.idle:
                 check = LayerCheck(self.index, layer, kind) if handle.verify else None
@@ -416,10 +418,3 @@ class _Follower:
         policy = Policy((self.settings,), origin=self.handle.policy.origin)
         self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
         self.install()
-
-
-def _by_operator(settings: LayerPolicy) -> bool:
-    """Whether a layer's operators are decided one by one."""
-    if isinstance(settings.default, Recompute):
-        return any(isinstance(rule.decision, Keep) for rule in settings.rules)
-    return isinstance(settings.default, Swap) or bool(settings.rules)

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide._torch_private import (
+    group_name_of,
     is_collective,
     is_dynamo_compiling,
     landed_tensor,
@@ -38,7 +40,7 @@ from lowtide.policy import Decision, Keep, Policy, Recompute, ResolvedLayer
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 
-__all__ = ["GatherAgain", "communicating", "repeat_collectives", "warn_of_idle_settings"]
+__all__ = ["GatherAgain", "communicating", "decide_collectives", "warn_of_idle_settings"]
 
 
 def warn_of_idle_settings(policy: Policy) -> None:
@@ -51,6 +53,12 @@ def warn_of_idle_settings(policy: Policy) -> None:
             _warn("mp_comm_recompute has no effect: no layer is recomputed as a whole")
     if policy.recompute_slice_activation and any(settings.boundary != Keep() for settings in whole):
         _warn("recompute_slice_activation has no effect in layers whose input is swapped: it leaves the device whole")
+    excluding = [place for place, one in enumerate(policy.layers) if one in whole and not one.recomputed_as_a_whole]
+    if policy.recompute_slice_activation and excluding:
+        _warn(
+            f"recompute_slice_activation has no effect in layers that keep some of their operators, such as layer"
+            f" {excluding[0]}: it acts where a layer is recomputed as a whole"
+        )
     kept = [rule for settings in whole for rule in settings.communication if not rule.repeat]
     if kept and policy.mp_comm_recompute:
         _warn(
@@ -64,7 +72,7 @@ def communicating(forward: Function, again: Function, layer: nn.Module, index: i
 
     ``again`` is its forward as it is repeated in backward.
     """
-    whole = recomputed(forward, again)
+    whole = recomputed(forward, again, layer)
     if not policy.mp_comm_recompute:
         whole = keeping_collectives(whole, again, layer, index)
     if policy.recompute_slice_activation and policy.layers[index].boundary == Keep():
@@ -72,15 +80,57 @@ def communicating(forward: Function, again: Function, layer: nn.Module, index: i
     return whole
 
 
-def recomputed(forward: Function, again: Function) -> Function:
+def recomputed(forward: Function, again: Function, layer: nn.Module) -> Function:
     """A layer that is recomputed as a whole, its collectives included."""
+    early: bool | None = None
 
     # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
     def whole(*args: Any, **kwargs: Any) -> Any:
-        repeated = forward if is_dynamo_compiling() else again
-        return checkpoint(repeated, *args, use_reentrant=False, **kwargs)
+        nonlocal early
+        if is_dynamo_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if early is not None or not torch.is_grad_enabled() or not _several_ranks():
+            return checkpoint(again, *args, use_reentrant=False, early_stop=early is not False, **kwargs)
+        with _Groups() as groups:
+            output = checkpoint(again, *args, use_reentrant=False, early_stop=False, **kwargs)
+        early = may_stop_early(layer, groups.names)
+        return output
 
     return whole
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def may_stop_early(layer: nn.Module, groups: frozenset[str]) -> bool:
+    """Whether a recomputed layer that issues collectives in ``groups`` may stop at the last tensor that it needs.
+
+    [Note: where a recomputed layer stops]
+    Torch's checkpoint stops a recomputation once it has all that was saved. Where that is depends on what the layer
+    saved, and so on this rank's control flow. Tensor-parallel ranks have the same tokens and stop at the same place.
+    Ranks that exchange tokens do not: one whose experts got none may have saved nothing after the exchange, stops
+    before it, and leaves the others waiting there. The same goes for modules inside the layer that gather their own
+    shards. Such layers run to their end.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    tensor = tensor_parallel_group(layer)
+    nested = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
+    return not nested and groups <= {tensor.group_name if tensor is not None else ""}
+
+
+class _Groups(TorchFunctionMode):
+    """Notes the groups in which functional collectives are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: frozenset[str] = frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_collective(func):
+            self.names |= {group_name_of(args, kwargs or {}) or "unknown"}
+        return func(*args, **(kwargs or {}))
 
 
 def keeping_collectives(plain: Function, again: Function, layer: nn.Module, index: int) -> Function:
@@ -230,20 +280,25 @@ def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
         return bool(able and (rows == rows[0]).all())
 
 
-def repeat_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer) -> Mapping[str, Decision]:
-    """A layer's decisions, with the collectives in them that are to be issued again.
+def decide_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer, policy: Policy) -> Mapping[str, Decision]:
+    """A layer's decisions by operator, with those for its collectives.
 
-    Those are the collectives that read what the named operators give, such as the gather after a sequence-parallel
-    norm. A collective is an operator like others. What it gave may have to be put in order, by a ``cat``, which is a
-    part of it; both are repeated from this rank's part, which is held instead.
+    In a layer that is recomputed but for some operators, ``mp_comm_recompute: false`` keeps what collectives gave, and
+    so does a setting that excludes one. Re-issued are the collectives that read what the named operators give, such as
+    the gather after a sequence-parallel norm. A collective is an operator like others. What it gave may have to be put
+    in order, by a ``cat``, which is a part of it; both are recomputed from this rank's part, which is held instead.
     """
     changed = dict(resolved.decisions)
+    communicating = {call.name: call.reads for call in kind.calls if call.communicates}
+
+    def at(operator: str) -> list[str]:
+        return [name for name, reads in communicating.items() if operator in reads or name == operator]
+
+    kept = list(communicating) if not policy.mp_comm_recompute and policy.layers[index].default == Recompute() else []
+    kept += [name for operator in resolved.kept_collectives for name in at(operator)]
+    changed.update({name: Keep() for name in kept if changed.get(name) == Recompute()})
     for operator in resolved.repeated_collectives:
-        found = [
-            call.name
-            for call in kind.calls
-            if is_collective(call.site.function) and (operator in call.reads or call.name == operator)
-        ]
+        found = at(operator)
         parts = [
             call.name
             for call in kind.calls

@@ -272,7 +272,7 @@ def _sites(kind: LayerKind, captured: frozenset[str]) -> dict[str, tuple[Site, .
     casting = {pack.operator for pack in kind.packs if pack.cast and pack.owner in captured}
     sites: dict[str, tuple[Site, ...]] = {}
     for call in kind.calls:
-        follows = not call.writes and any(read in captured for read in call.reads)
+        follows = not call.writes and call.repeatable and any(read in captured for read in call.reads)
         if call.name in captured or call.name in casting or follows:
             sites[call.name] = (*sites.get(call.name, ()), call.site)
     return sites
