@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import TorchFunctionMode
 
 from lowtide._torch_private import (
@@ -153,8 +152,6 @@ def _reissue_with_gradient_of(output: Any, calls: list[CapturedCall]) -> None:
         for call in waiting:
             call.reissue()
 
-    outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-    if len(outputs) == 1:
-        outputs[0].register_hook(reissue)
-    elif outputs:
-        register_multi_grad_hook(outputs, reissue, mode="any")
+    # Before the nodes that made the output, which is after hooks of the tensors: FSDP gathers parameters in such a one.
+    for node in {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}:
+        node.register_prehook(reissue)
