@@ -15,7 +15,7 @@ from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
-from lowtide.operators.wrappers import Function, Wrappers
+from lowtide.operators.wrappers import Function, Hook, Wrappers
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Resolution, Swap, Unused, resolve
 from lowtide.runtime.buffers import BufferKeeper
 from lowtide.runtime.checked import LayerCheck
@@ -65,7 +65,7 @@ def apply(
     of the model's layers, such as the ``kinds`` of a Handle that was at work on it, and need not be learnt again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
-    model as it was.
+    model as it was. Whatever this raises, the model is as it was too.
     """
     found = find_layers(model, layers)
     if len(found.modules) != len(policy.layers):
@@ -104,14 +104,26 @@ class Handle:
         if policy.root != LayerPolicy():
             self._refuse_root()
             self.root = RootFollower(model, layers.modules, self.manager, self._root_learnt, verify=verify)
-        self._gathering = [
-            layer.register_forward_pre_hook(GatherAgain(index))
-            for index, layer in enumerate(layers.modules if policy.parallel_optimizer_comm_recompute else ())
-        ]
+        self._gathering: list[Any] = []
 
     def start(self, known: Mapping[Structure, LayerKind]) -> None:
-        """Do what the Policy says where the operators are known; learn those that are not when they next run."""
+        """Do what the Policy says where the operators are known; learn those that are not when they next run.
+
+        The model is not touched before this, and not if this raises.
+        """
+        try:
+            self._start(known)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _start(self, known: Mapping[Structure, LayerKind]) -> None:
         layers = self.policy.layers
+        for follower in self.followers:
+            follower.start()
+            if self.policy.parallel_optimizer_comm_recompute:
+                hook = Hook(GatherAgain(follower.index))
+                self._gathering.append(follower.layer.register_forward_pre_hook(hook))
         if self.root is not None:
             self.root.watch()
         elif not any(
@@ -162,8 +174,8 @@ class Handle:
             self.root.remove()
         for follower in self.followers:
             follower.remove()
-        for hook in self._gathering:
-            hook.remove()
+        while self._gathering:
+            self._gathering.pop().remove()
         self.manager.close()
 
     def _learnt(self, kind_of: Structure, kind: LayerKind) -> None:
@@ -251,6 +263,14 @@ class _Follower:
         self.collectives: Collectives | None = None
         self.compiled_layer: CompiledLayer | None = None
         self.compiled = has_compiled(self.layer)
+        if self.compiled and (self.settings.rules or self.settings.communication):
+            raise PolicyError(
+                f"layer {self.index} is compiled and its operators cannot be decided one by one ({self.settings});"
+                " recompute or swap the layer as a whole, or do not compile it"
+            )
+
+    def start(self) -> None:
+        """Install what needs no profile of the layer."""
         self._recompute_whole()
         if self.compiled:
             self._install_compiled()
@@ -263,11 +283,6 @@ class _Follower:
     def _install_compiled(self) -> None:
         """A compiled layer has no operators: what it saves is swapped as a whole, or not at all."""
         settings, handle = self.settings, self.handle
-        if settings.rules or settings.communication:
-            raise PolicyError(
-                f"layer {self.index} is compiled and its operators cannot be decided one by one ({settings});"
-                " recompute or swap the layer as a whole, or do not compile it"
-            )
         if isinstance(settings.default, Swap) or settings.boundary != Keep():
             last = self.index == len(handle.layers.modules) - 1
             self.compiled_layer = CompiledLayer(
