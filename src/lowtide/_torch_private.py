@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, compiler
 from torch._C import DisableTorchFunction
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
@@ -27,14 +28,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import _scoped_library as scoped_library
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack as function_modes_on
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes_on
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "COLLECTIVE_NAMESPACES",
     "PLAIN",
     "AutocastState",
+    "DeviceContext",
     "DisableTorchFunction",
     "FakeTensorMode",
     "GeluBackward",
@@ -52,12 +57,15 @@ __all__ = [
     "current_backward",
     "current_dispatch_mode",
     "current_node",
+    "dispatch_modes",
+    "dispatch_modes_on",
     "drop_pipeline_losses",
     "exchange_rows",
     "finish_collective",
     "flattened",
     "forget_unscaling",
     "function_modes",
+    "function_modes_on",
     "given_operand",
     "given_operands",
     "group_name_of",

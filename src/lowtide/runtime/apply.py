@@ -17,7 +17,6 @@ from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.operators.wrappers import Function, Hook, Wrappers
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Resolution, Swap, Unused, resolve
-from lowtide.runtime.buffers import BufferKeeper
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.collectives import Collectives
 from lowtide.runtime.communication import GatherAgain, communicating, decide_collectives, warn_of_idle_settings
@@ -30,6 +29,7 @@ from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.root import RootFollower
 from lowtide.runtime.swap import SwapManager
+from lowtide.runtime.whole import WholeLayer
 
 __all__ = ["Handle", "Structure", "apply", "structure_of"]
 
@@ -291,13 +291,9 @@ class _Follower:
 
     def _unless_learning(self, forward: Function, line: Line) -> Function:
         """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
-        again = timed_again(forward, self.handle.ledger, line)
-        keeper = BufferKeeper(self.layer) if next(self.layer.buffers(), None) is not None else None
-        if keeper is not None:
-            again = keeper.repeated(again)
-        whole = communicating(forward, again, self.layer, self.index, self.handle.policy)
-        if keeper is not None:
-            whole = keeper.around(whole)
+        replayed = WholeLayer(self.layer, line.whose)
+        again = replayed.repeated(timed_again(forward, self.handle.ledger, line))
+        whole = replayed.around(communicating(forward, again, self.layer, self.index, self.handle.policy))
 
         def unless_learning(*args: Any, **kwargs: Any) -> Any:
             return whole(*args, **kwargs) if self.tracker is None else forward(*args, **kwargs)

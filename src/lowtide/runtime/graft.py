@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowtide._torch_private import node_sequence, raw_saved, saved_slots
 from lowtide.operators.nodes import NodeForm, form_of
+from lowtide.runtime.ambient import Ambient
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.rebuild import Grafted, Repeated, SeenAs
 from lowtide.runtime.saved import unpack
@@ -69,7 +70,7 @@ class Graft(NamedTuple):
     """In the order in which they were saved: what is made of another comes after it."""
 
 
-def put_on(graft: Graft, output: Any, nodes: int, ledger: Ledger) -> bool:
+def put_on(graft: Graft, output: Any, nodes: int, ledger: Ledger, ambient: Ambient) -> bool:
     """Replace what is to be recomputed in the part of the graph that ends in ``output``.
 
     False if this is not the graph that was learnt. What was replaced until that was noticed is right all the same.
@@ -94,7 +95,7 @@ def put_on(graft: Graft, output: Any, nodes: int, ledger: Ledger) -> bool:
             if tensor._version:  # before that: the call would give another
                 return False
             if same is None:
-                grafted = Grafted(reached[maker], form, uses, line, ledger)
+                grafted = Grafted(reached[maker], form, uses, line, ledger, ambient)
             elif reached[maker] is made[same].node:
                 grafted = made[same]
             else:

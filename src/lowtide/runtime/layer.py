@@ -26,6 +26,7 @@ from lowtide.operators.calls import tensors_of
 from lowtide.operators.kept import Kept
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Swap
+from lowtide.runtime.ambient import ambient
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.collectives import Collectives
 from lowtide.runtime.graft import Graft, learn_graft, put_on
@@ -217,16 +218,23 @@ class DecidedLayer:
                 refuse_compilation(layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            surroundings = ambient(())  # no node that is read back is a matrix product
             begin = node_number()
-            if self.graft is not None and manager.keep is None and top_saved_tensors_hooks(False) is None:
+            if (
+                self.graft is not None
+                and manager.keep is None
+                and not surroundings.modes
+                and top_saved_tensors_hooks(False) is None
+            ):
                 output = forward(*args, **kwargs)
-                if not put_on(self.graft, output, node_number() - begin, manager.ledger) and node_number() > begin:
+                made = node_number() - begin
+                if not put_on(self.graft, output, made, manager.ledger, surroundings) and made:
                     self._took_another_way()
                 return output
             first = schedule.base + offset
             if first < schedule.now:
                 first = schedule.enter(offset)
-            run = Run(program, manager, first)
+            run = Run(program, manager, first, surroundings)
             run.number = start
             makers: dict[Repeated, Any] | None = {} if graftable else None
             run.makers = makers

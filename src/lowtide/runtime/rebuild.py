@@ -2,8 +2,8 @@
 
 [Note: rebuilding]
 While a layer with recomputed operators runs, each call of such an operator is captured: the function, its arguments,
-the random state and autocast. Of what the call produced nothing is held. A tensor that autograd wants to save is
-replaced by a reference:
+the random state, autocast and torch's other settings. Of what the call produced nothing is held. A tensor that autograd
+wants to save is replaced by a reference:
 
 - ``Produced``: an output of a captured call, or a view of one;
 - ``Inside``: a tensor the call itself saved on its way, by its place among all that it saved;
@@ -26,16 +26,15 @@ autograd gives a tensor that is written to another node, or counts the write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import (
     PLAIN,
@@ -55,7 +54,11 @@ from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
 from lowtide.operators.nodes import NodeCall, NodeForm
 from lowtide.operators.wrappers import Function
+from lowtide.runtime.ambient import Ambient, restored
+from lowtide.runtime.arguments import Copied, is_shared, tracked_version
 from lowtide.runtime.ledger import Ledger, Line
+from lowtide.runtime.module_state import ModuleStates
+from lowtide.runtime.randomness import HostRandom, RandomState
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
 
@@ -64,9 +67,7 @@ __all__ = [
     "Cast",
     "Grafted",
     "Inside",
-    "ModuleState",
     "Produced",
-    "RandomState",
     "Reference",
     "Registry",
     "Repeated",
@@ -121,10 +122,10 @@ class Cast(NamedTuple):
 class Repeated:
     """What a call gave whose node has saved all that the call was given."""
 
-    __slots__ = ("call", "ledger", "line", "pending", "result")
+    __slots__ = ("ambient", "call", "ledger", "line", "pending", "result")
 
-    def __init__(self, call: NodeCall, line: Line, ledger: Ledger) -> None:
-        self.call, self.line, self.ledger = call, line, ledger
+    def __init__(self, call: NodeCall, line: Line, ledger: Ledger, ambient: Ambient) -> None:
+        self.call, self.line, self.ledger, self.ambient = call, line, ledger, ambient
         self.pending = 1
         self.result: Tensor | None = None
         for operand in call[1]:
@@ -141,7 +142,8 @@ class Repeated:
         function, given, options = self._given()
         line = self.line
         line.recomputes += 1
-        if given[0].is_cpu and not is_any_autocast_enabled():
+        contexts = restored(self.ambient)
+        if given[0].is_cpu and not contexts and not is_any_autocast_enabled():
             begin = perf_counter()
             result = function(*given, **options) if options else function(*given)
             line.recompute_seconds += perf_counter() - begin
@@ -149,7 +151,8 @@ class Repeated:
             device = given[0].device
             began = self.ledger.begin(device)
             with ExitStack() as stack:
-                for context in autocast_contexts(()):  # the node stands below autocast: its operands are cast already
+                # The node stands below autocast: its operands are cast already.
+                for context in (*contexts, *autocast_contexts(())):
                     stack.enter_context(context)
                 result = function(*given, **options)
             self.ledger.end(line, device, began)
@@ -180,8 +183,9 @@ class Grafted(Repeated):
 
     __slots__ = ("form", "node")
 
-    def __init__(self, node: Any, form: NodeForm, uses: int, line: Line, ledger: Ledger) -> None:
+    def __init__(self, node: Any, form: NodeForm, uses: int, line: Line, ledger: Ledger, ambient: Ambient) -> None:
         self.node, self.form, self.pending, self.line, self.ledger = node, form, uses, line, ledger
+        self.ambient = ambient
         self.result: Tensor | None = None
 
     def instead_of(self, tensor: Tensor) -> Grafted:
@@ -232,7 +236,7 @@ class _Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | Saved = tensor
         """Itself, or where it is now, if it was swapped after it was captured."""
-        self.version = version_of(tensor) if not tensor.is_inference() else 0
+        self.version = tracked_version(tensor)
         self.requires_grad = False
         """Whether it was, where it is away; a tensor that is here knows by itself."""
 
@@ -246,37 +250,80 @@ class _Referred:
         self.source, self.requires_grad = source, requires_grad
 
 
-_ARGUMENTS = (_Held, _Referred)
+_ARGUMENTS = (_Held, _Referred, Copied)
+
+Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""What is compared of a tensor that was rebuilt: shape, stride, dtype and device."""
+
+
+def form_of_tensor(tensor: Tensor) -> Form | None:
+    """The form of a tensor; None for one that has no strides, such as a nested one."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _compare(tensor: Tensor, form: Form | None, whose: str) -> None:
+    """Raise if a tensor was rebuilt in another form than it had."""
+    found = form_of_tensor(tensor)
+    if form is not None and form != found:
+        raise RebuildError(
+            f"{whose} cannot be recomputed: what it gave when it ran had {_described(form)}; when it was replayed it"
+            f" gave {_described(found)}; keep it"
+        )
+
+
+def _described(form: Form | None) -> str:
+    if form is None:
+        return "no strides"
+    shape, stride, dtype, device = form
+    return f"shape {tuple(shape)}, stride {stride}, dtype {dtype}, device {device}"
 
 
 class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
     __slots__ = (
-        "args", "autocast", "collective", "device", "function", "insides", "kwargs", "ledger", "line", "module",
-        "outputs", "pending", "random", "saved", "wanted", "wanted_insides",
+        "ambient", "args", "autocast", "collective", "device", "forms", "function", "host", "inside_forms", "insides",
+        "kwargs", "ledger", "line", "module", "outputs", "pending", "random", "saved", "wanted", "wanted_insides",
     )  # fmt: skip
 
-    def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger) -> None:
-        self.function, self.device, self.line, self.ledger = function, device, line, ledger
+    def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger, ambient: Ambient) -> None:
+        self.function, self.device, self.line, self.ledger, self.ambient = function, device, line, ledger, ambient
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.autocast = autocast_state()
         self.random: RandomState | None = None
-        self.module: ModuleState | None = None
+        self.host: HostRandom | None = None
+        self.module: ModuleStates | None = None
         self.saved = 0
         """How many tensors it saved on its way."""
         self.collective = False
         self.pending = 0
         self.wanted: list[int] = []
         self.wanted_insides: list[int] = []
+        self.forms: list[Form | None] = []
+        """Of what it gave."""
+        self.inside_forms: dict[int, Form | None] = {}
+        """Of what it saved on its way, where that is wanted."""
         self.outputs: dict[int, Tensor] | None = None
         self.insides: dict[int, Tensor] = {}
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], registry: Registry) -> None:
-        """Remember the arguments, with references in place of what captured calls produced."""
-        self.args = tuple([mapped(value, registry.hold, PLAIN) for value in args])
-        self.kwargs = mapped(kwargs, registry.hold, PLAIN) if kwargs else kwargs
+        """Remember the arguments, with references in place of what captured calls produced.
+
+        A tensor that is given twice is one tensor when the call is replayed: functions ask whether ``key is query``.
+        """
+        same: dict[int, Any] = {}
+
+        def hold(value: Any) -> Any:
+            held = same.get(id(value))
+            if held is None:
+                held = same[id(value)] = registry.hold(value)
+            return held
+
+        self.args = tuple([mapped(value, hold, PLAIN) for value in args])
+        self.kwargs = mapped(kwargs, hold, PLAIN) if kwargs else kwargs
 
     def want_output(self, index: int) -> None:
         """Something outstanding refers to an output."""
@@ -284,10 +331,12 @@ class CapturedCall:
         if index not in self.wanted:
             self.wanted.append(index)
 
-    def want_inside(self, place: int) -> None:
-        """Something outstanding refers to a tensor that the call saves on its way."""
+    def want_inside(self, place: int, tensor: Tensor | None = None) -> None:
+        """Something outstanding refers to a tensor, ``tensor``, that the call saves on its way."""
         self.pending += 1
         self.wanted_insides.append(place)
+        if tensor is not None:
+            self.inside_forms[place] = form_of_tensor(tensor)
 
     def output(self, index: int) -> Tensor:
         """An output, rebuilt if it is not there."""
@@ -314,10 +363,17 @@ class CapturedCall:
             self.outputs, self.insides = None, {}
 
     def _rebuild(self) -> None:
-        args = [self._argument(value) if type(value) in _ARGUMENTS else self._nested(value) for value in self.args]
-        kwargs = self._nested(self.kwargs) if self.kwargs else self.kwargs
+        same: dict[int, Any] = {}
+
+        def argument(value: Any) -> Any:
+            if id(value) not in same:
+                same[id(value)] = self._argument(value)
+            return same[id(value)]
+
+        args = [mapped(value, argument, _ARGUMENTS) for value in self.args]
+        kwargs = mapped(self.kwargs, argument, _ARGUMENTS) if self.kwargs else self.kwargs
         begin = self.ledger.begin(self.device)
-        contexts = autocast_contexts(self.autocast)
+        contexts = [*restored(self.ambient), *autocast_contexts(self.autocast)]
         saved: list[Tensor] = []
         if self.wanted_insides:
 
@@ -329,13 +385,10 @@ class CapturedCall:
             contexts.append(saved_tensors_hooks(pack, _never))
         if self.random is not None:
             contexts.append(self.random.restored())
+        if self.host is not None:
+            contexts.append(self.host.restored())
         if self.module is not None:
-            if self.module.other():
-                raise RebuildError(
-                    f"{self.line.whose} cannot be recomputed: a parameter or buffer of its module is another or was"
-                    " changed after it ran; keep this operator"
-                )
-            contexts += self.module.restored()
+            contexts.append(self.module.restored(self.line.whose))
         before = torch.is_grad_enabled()
         set_grad_enabled(True)  # with gradients, as in forward: a kernel may be chosen by that
         try:
@@ -353,33 +406,39 @@ class CapturedCall:
         self.ledger.end(self.line, self.device, begin)
         self.line.recomputes += 1
         produced = [result] if type(result) is Tensor else tensors_of(result)
+        if len(produced) != len(self.forms):
+            raise RebuildError(
+                f"{self.line.whose} cannot be recomputed: it gave {len(self.forms)} tensors when it ran, and"
+                f" {len(produced)} when it was replayed; keep this operator"
+            )
         if self.wanted_insides and len(saved) != self.saved:
             raise RebuildError(
                 f"{self.line.whose} cannot be recomputed: it saved {self.saved} tensors for backward when it ran, and"
                 f" {len(saved)} when it was repeated; keep this operator"
             )
+        for index in self.wanted:
+            _compare(produced[index], self.forms[index], self.line.whose)
+        for place in self.wanted_insides:
+            _compare(saved[place], self.inside_forms.get(place), self.line.whose)
         self.outputs = {index: produced[index].detach() for index in self.wanted}
         self.insides = {place: saved[place] for place in self.wanted_insides}
-
-    def _nested(self, value: Any) -> Any:
-        return mapped(value, self._argument, _ARGUMENTS)
 
     def _argument(self, value: Any) -> Any:
         if type(value) is _Held:
             tensor = value.tensor
             if not isinstance(tensor, Tensor):
                 return unpack(tensor).detach().requires_grad_(value.requires_grad)
-            if not tensor.is_inference() and version_of(tensor) != value.version:
+            if tracked_version(tensor) != value.version:
                 raise RebuildError(
                     f"{self.line.whose} cannot be recomputed: one of its inputs was"
-                    f" changed in place after it ran (version {version_of(tensor)}, expected {value.version});"
+                    f" changed in place after it ran (version {tracked_version(tensor)}, expected {value.version});"
                     " keep this operator"
                 )
             return tensor  # the graph that grows on it is dropped at once
         if type(value) is _Referred:
             rebuilt = value.source.tensor()
             return rebuilt.detach().requires_grad_() if value.requires_grad else rebuilt
-        return value
+        return value.again(self.line.whose) if type(value) is Copied else value
 
 
 class Registry:
@@ -397,7 +456,9 @@ class Registry:
 
     def add(self, call: CapturedCall, output: Any, given: list[Tensor]) -> None:
         """Remember what ``call`` produced; an output that is one of its inputs, or a view of one, is no product."""
-        for index, tensor in enumerate((output,) if type(output) is Tensor else tensors_of(output)):
+        made = (output,) if type(output) is Tensor else tensors_of(output)
+        call.forms = [form_of_tensor(tensor) for tensor in made]
+        for index, tensor in enumerate(made):
             base = tensor._base
             for one in given:
                 if tensor is one or (base is not None and (base is one or base is one._base)):
@@ -437,7 +498,10 @@ class Registry:
     def hold(self, tensor: Any) -> Any:
         """What a captured call holds in place of an argument."""
         if not isinstance(tensor, Tensor):
-            return tensor
+            if is_shared(tensor):
+                return tensor
+            copied = Copied(tensor)
+            return tensor if copied.value is tensor and not copied.tensors else copied
         source = (self.find(tensor) or self.find_by_storage(tensor)) if self.entries else None
         if source is None:
             held = _Held(tensor)
@@ -450,102 +514,10 @@ class Registry:
         """Let go of held arguments that are swapped: they come back from there."""
         for held in self.held:
             tensor = held.tensor
-            if isinstance(tensor, Tensor) and not tensor.is_inference() and version_of(tensor) == held.version:
+            if isinstance(tensor, Tensor) and tracked_version(tensor) == held.version:
                 saved = away(tensor)
                 if saved is not None:
                     held.requires_grad, held.tensor = tensor.requires_grad, saved
-
-
-class RandomState:
-    """The random numbers' state before a call: of the host, of the devices of the tensors that it was given, or of the
-    accelerator if there are none, and of the generators among its arguments."""
-
-    __slots__ = ("devices", "generators", "host", "kind", "states")
-
-    def __init__(self, given: list[Tensor], arguments: Iterable[Any]) -> None:
-        self.host = torch.get_rng_state()
-        self.devices, self.states = get_device_states(*given)
-        kinds = {tensor.device.type for tensor in given} - {"cpu"}
-        self.kind = kinds.pop() if kinds else "cuda"
-        if not given and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            self.kind, self.devices = accelerator.type, [torch.accelerator.current_device_index()]
-            self.states = self._now()
-        self.generators = [(one, one.get_state()) for one in arguments if isinstance(one, torch.Generator)]
-
-    def moved(self) -> bool:
-        """Whether random numbers have been drawn since."""
-        return not (
-            torch.equal(self.host, torch.get_rng_state())
-            and all(map(torch.equal, self.states, self._now()))
-            and all(torch.equal(state, one.get_state()) for one, state in self.generators)
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """The random numbers as they were; afterwards they go on from where they are now."""
-        now = [one.get_state() for one, _ in self.generators]
-        with torch.random.fork_rng(devices=self.devices, device_type=self.kind):
-            torch.set_rng_state(self.host)
-            if self.devices:
-                set_device_states(self.devices, self.states, device_type=self.kind)
-            for one, state in self.generators:
-                one.set_state(state)
-            try:
-                yield
-            finally:
-                for (one, _), state in zip(self.generators, now, strict=True):
-                    one.set_state(state)
-
-    def _now(self) -> list[Tensor]:
-        module = torch.get_device_module(self.kind) if self.devices else None
-        return [module.get_rng_state(device) for device in self.devices] if module is not None else []
-
-
-class ModuleState:
-    """A leaf module as it was when it was called: whoever changes it before backward does not change what it did."""
-
-    __slots__ = ("module", "own", "plain")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.plain = _plain_attributes(module)
-        self.own = {name: (tensor, version_of(tensor)) for name, tensor in _own_tensors(module)}
-
-    def other(self) -> bool:
-        """Whether a parameter or a buffer is another one now, or has been written to."""
-        now = dict(_own_tensors(self.module))
-        return now.keys() != self.own.keys() or any(
-            now[name] is not tensor or version_of(tensor) != version for name, (tensor, version) in self.own.items()
-        )
-
-    def restored(self) -> list[AbstractContextManager[None]]:
-        """What to do it in again, so that its other attributes are as they were; nothing if they are."""
-        now = _plain_attributes(self.module)
-        same = now.keys() == self.plain.keys() and all(now[name] is value for name, value in self.plain.items())
-        return [] if same else [self._as_it_was(now)]
-
-    @contextmanager
-    def _as_it_was(self, now: dict[str, Any]) -> Iterator[None]:
-        attributes = vars(self.module)
-        attributes.update(self.plain)
-        try:
-            yield
-        finally:
-            attributes.update(now)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for group in (module._parameters, module._buffers):
-        for name, tensor in group.items():
-            if tensor is not None:
-                yield name, tensor
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN_ATTRIBUTES}
-
-
-_PLAIN_ATTRIBUTES = frozenset({bool, int, float, complex, str, tuple, type(None), *PLAIN})
 
 
 def _never(place: int) -> Tensor:

@@ -14,14 +14,15 @@ from lowtide.operators.kept import Kept, kept_apart
 from lowtide.operators.nodes import read_node
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Keep, Swap
+from lowtide.runtime.ambient import Ambient, ambient, precision
+from lowtide.runtime.module_state import ModuleStates
 from lowtide.runtime.program import Action, LayerProgram
+from lowtide.runtime.randomness import HostRandom, RandomState, generators_in
 from lowtide.runtime.rebuild import (
     CapturedCall,
     Cast,
     Inside,
-    ModuleState,
     Produced,
-    RandomState,
     Reference,
     Registry,
     Repeated,
@@ -45,8 +46,8 @@ class Run:
     makers: dict[Repeated, Any] | None = None
     """The nodes that made what is repeated, where somebody asks for them; only while the layer runs, too."""
 
-    def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
-        self.actions, self.manager, self.first = program.actions, manager, first
+    def __init__(self, program: LayerProgram, manager: SwapManager, first: int, ambient: Ambient) -> None:
+        self.actions, self.manager, self.first, self.ambient = program.actions, manager, first, ambient
         self.number = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
@@ -98,6 +99,9 @@ class Run:
         return None
 
     def _repeated(self, tensor: Tensor, action: Action) -> Saved | None:
+        if self.ambient.modes:  # a node does not tell what they made of its call
+            action.line.note("kept while a mode of the user's own is on")
+            return None
         base = tensor._base
         whole = tensor if base is None else base
         repeated = None
@@ -110,7 +114,7 @@ class Run:
             if call is None:
                 self.change()
                 return None
-            repeated = Repeated(call, action.line, self.manager.ledger)
+            repeated = Repeated(call, action.line, self.manager.ledger, self.ambient)
             if self.makers is not None:
                 self.makers[repeated] = whole.grad_fn
             if action.shared:
@@ -143,7 +147,7 @@ class CapturingRun(Run):
     """Whether what runs now is somebody else's."""
 
     def __init__(self, program: LayerProgram, manager: SwapManager, first: int) -> None:
-        super().__init__(program, manager, first)
+        super().__init__(program, manager, first, ambient(precision()))
         self.program = program
         self.thread = get_ident()
         """Whose run it is; what other threads do with the same modules is theirs."""
@@ -204,12 +208,16 @@ class CapturingRun(Run):
             line = self.manager.ledger.line(program.layer, name)
         if line is not None:
             device = given[0].device if given else torch.device("cpu")
-            self.open = call = CapturedCall(function, device, line, self.manager.ledger)
+            surroundings = ambient(self.ambient.precision)
+            self.open = call = CapturedCall(function, device, line, self.manager.ledger, surroundings)
             call.hold(args, kwargs, registry)
-            attributes = vars(module).values() if module is not None else ()
-            call.random = RandomState(given, (*args, *kwargs.values(), *attributes))
-            if module is not None:
-                call.module = ModuleState(module)
+            if module is None:
+                call.random = RandomState(given, generators_in((*args, *kwargs.values())))
+            else:
+                call.module = ModuleStates((module,))
+                call.random = RandomState(given, generators_in((*args, *kwargs.values(), *vars(module).values())))
+                if not type(module).__module__.startswith("torch."):  # torch's own draw from torch's alone
+                    call.host = HostRandom()
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():
@@ -227,7 +235,7 @@ class CapturingRun(Run):
             return produced
         if self.open is not None and action.owner == self.name:
             place = self.number - 1 - self.begun
-            self.open.want_inside(place)
+            self.open.want_inside(place, tensor)
             return Inside(self.open, place)
         return self._cast(tensor) if action.cast else None
 

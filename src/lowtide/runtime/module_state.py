@@ -1,0 +1,239 @@
+"""Modules as they were when they were called: what changes them before backward does not change what they did.
+
+Kept are attributes, the containers and objects among them, parameters and buffers. For a replay what has changed since
+is put back, and after it everything is as it was before the replay. What has not changed is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private import storage_bytes
+from lowtide.errors import RebuildError
+from lowtide.runtime.arguments import is_shared, tracked_version
+
+__all__ = ["BufferCopies", "ModuleStates", "modules_of"]
+
+_LIMIT = 2_000
+"""No module's attributes are made of more objects than this; what is further away is taken for a world of its own."""
+_NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
+
+
+def modules_of(layer: nn.Module) -> list[nn.Module]:
+    """A module and all that it consists of, each once."""
+    found = [layer]
+    known = {layer}
+    for module in found:  # which grows
+        for child in module._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                found.append(child)
+    return found
+
+
+class _Tensor(NamedTuple):
+    """A parameter or buffer, or a tensor among a module's attributes."""
+
+    holder: dict[str, Any] | None
+    """Where the module has it; None for one among attributes, which are put back by themselves."""
+    name: str
+    tensor: Tensor
+    version: int
+
+
+class ModuleStates:
+    """Some modules as they are now. Buffers only if ``buffers`` says so: see :class:`BufferCopies`."""
+
+    __slots__ = ("attributes", "contents", "tensors")
+
+    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = True) -> None:
+        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.contents: list[tuple[Any, Any]] = []
+        """Containers, the attributes of objects among them, with copies of what is in them."""
+        self.tensors: list[_Tensor] = []
+        seen: set[int] = set()
+        for module in modules:
+            attributes = _attributes(module)
+            self.attributes.append((vars(module), attributes))
+            for name, value in attributes.items():
+                if type(value) not in _PLAIN:
+                    self._look_into(name, value, seen)
+            for holder in (module._parameters, module._buffers) if buffers else (module._parameters,):
+                for name, tensor in holder.items():
+                    if tensor is not None:
+                        self.tensors.append(_Tensor(holder, name, tensor, tracked_version(tensor)))
+
+    def _look_into(self, name: str, value: Any, seen: set[int]) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.append(_Tensor(None, name, value, tracked_version(value)))
+            return
+        if id(value) in seen or len(seen) > _LIMIT or is_shared(value):
+            return
+        seen.add(id(value))
+        for content in _contents(value):
+            self.contents.append((content, content.copy()))
+            for item in content.values() if isinstance(content, dict) else content:
+                if type(item) not in _PLAIN:
+                    self._look_into(name, item, seen)
+        if isinstance(value, tuple):
+            for item in value:
+                self._look_into(name, item, seen)
+
+    @contextmanager
+    def restored(self, whose: str) -> Iterator[None]:
+        """The modules as they were. RebuildError if a tensor of theirs was written to."""
+        others = self._others(whose)
+        now = [(attributes, _own(attributes)) for attributes, _ in self.attributes]
+        contents = [(content, content.copy()) for content, _ in self.contents]
+        tensors = [(holder, name, holder[name]) for holder, name, _ in others]
+        try:
+            for attributes, was in self.attributes:
+                _set_attributes(attributes, was)
+            for content, saved in self.contents:
+                _set_content(content, saved)
+            for holder, name, tensor in others:
+                holder[name] = tensor
+            yield
+        finally:
+            for holder, name, tensor in tensors:
+                holder[name] = tensor
+            for content, saved in contents:
+                _set_content(content, saved)
+            for attributes, was in now:
+                _set_attributes(attributes, was)
+
+    def _others(self, whose: str) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """The parameters and buffers in whose place others are now."""
+        found: list[tuple[dict[str, Any], str, Tensor]] = []
+        for holder, name, tensor, version in self.tensors:
+            if tracked_version(tensor) != version:
+                raise RebuildError(
+                    f"{whose} cannot be recomputed: {name}, a tensor of its module, was changed in place after it ran"
+                    f" (version {tracked_version(tensor)}, expected {version}); keep it"
+                )
+            if holder is None or holder.get(name) is tensor:
+                continue
+            if name not in holder:
+                raise RebuildError(f"{whose} cannot be recomputed: its module has no {name} any more; keep it")
+            if tensor.numel() and not storage_bytes(tensor):
+                continue  # sharded parameters were gathered again, into another tensor
+            found.append((holder, name, tensor))
+        return found
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return _own(vars(module))
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _NOT_ATTRIBUTES}
+
+
+def _set_attributes(attributes: dict[str, Any], was: dict[str, Any]) -> None:
+    for name in _own(attributes).keys() - was.keys():
+        del attributes[name]
+    for name, value in was.items():
+        if attributes.get(name, _MISSING) is not value:
+            attributes[name] = value
+
+
+_MISSING = object()
+
+
+def _contents(value: Any) -> list[Any]:
+    """What of a value Python code can change: itself if it is a container, its attributes if it is an object."""
+    found = [value] if type(value) in _CONTAINERS else []
+    attributes = getattr(value, "__dict__", None)
+    return [*found, attributes] if type(attributes) is dict else found
+
+
+def _set_content(content: Any, saved: Any) -> None:
+    if _same_content(content, saved):
+        return
+    if isinstance(content, list):
+        content[:] = saved
+    else:
+        content.clear()
+        content.extend(saved) if isinstance(content, deque) else content.update(saved)
+
+
+def _same_content(content: Any, saved: Any) -> bool:
+    if len(content) != len(saved):
+        return False
+    if isinstance(content, dict):
+        return all(content.get(key, _MISSING) is value for key, value in saved.items())
+    if isinstance(content, set):
+        return bool(content == saved)
+    return all(one is other for one, other in zip(content, saved, strict=True))
+
+
+_CONTAINERS = frozenset({list, dict, set, deque})
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+
+
+class BufferCopies:
+    """Copies of a layer's buffers, for layers that write into them and are recomputed as a whole.
+
+    Kernels of running statistics write without counting it in the tensor's version, and a layer may begin to write at
+    any time, such as when a norm is unfrozen. So small buffers are copied in every run. Large ones are copied when
+    their version has changed since the last copy; until one has changed for the first time that copy is on the host,
+    where it takes nothing from the device.
+    """
+
+    SMALL = 1 << 16
+
+    def __init__(self) -> None:
+        self.last: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self.changing: set[int] = set()
+
+    def take(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Copies of all buffers, each with where the module has it."""
+        copies: dict[int, Tensor] = {}
+        found: list[tuple[dict[str, Any], str, Tensor]] = []
+        with torch.no_grad():
+            for module in modules:
+                holder: dict[str, Any] = module._buffers
+                for name, buffer in holder.items():
+                    if buffer is not None:
+                        key = id(buffer)
+                        if key not in copies:
+                            copies[key] = self._copy(buffer)
+                        found.append((holder, name, copies[key]))
+        return found
+
+    def _copy(self, buffer: Tensor) -> Tensor:
+        if storage_bytes(buffer) <= self.SMALL:
+            return buffer.clone()
+        key, version = id(buffer), tracked_version(buffer)
+        known = self.last.get(key)
+        if known is not None and known[0] is buffer:
+            if known[1] == version:
+                return known[2]
+            self.changing.add(key)
+        copied = buffer.clone() if key in self.changing else buffer.to("cpu", copy=True)
+        self.last[key] = (buffer, version, copied)
+        return copied
+
+    @staticmethod
+    @contextmanager
+    def restored(copies: list[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
+        """The buffers with what was in them; what is written to them goes nowhere."""
+        now = [(holder, name, holder.get(name)) for holder, name, _ in copies]
+        made: dict[int, Tensor] = {}
+        try:
+            with torch.no_grad():
+                for (holder, name, copied), (*_, current) in zip(copies, now, strict=True):
+                    if id(copied) not in made:
+                        device = copied.device if current is None else current.device
+                        made[id(copied)] = copied.to(device, copy=True)
+                    holder[name] = made[id(copied)]
+            yield
+        finally:
+            for holder, name, current in now:
+                holder[name] = current

@@ -1,0 +1,138 @@
+"""A layer that is recomputed as a whole: torch's checkpoint runs it again in backward, and here it runs as it did.
+
+[Note: what a replay finds]
+Torch's checkpoint repeats a layer with its tensors, torch's random numbers and autocast. All else is up to it here:
+
+- arguments that can change, such as lists or a cache of keys and values, are copied (:mod:`lowtide.runtime.arguments`);
+- the layer's buffers are copied, and a replay writes into copies, so that running statistics are updated once;
+- its modules' attributes and parameters are as they were, or the replay is refused;
+- random numbers of Python, numpy, other devices and of generators that the layer holds are drawn again;
+- torch's settings are as they were (:mod:`lowtide.runtime.ambient`).
+
+What a layer reads elsewhere, such as globals, cannot be known.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide._torch_private import is_dynamo_compiling
+from lowtide.operators.calls import tensors_of
+from lowtide.operators.wrappers import Function
+from lowtide.runtime.ambient import ambient, precision, restored
+from lowtide.runtime.arguments import Copied, is_shared
+from lowtide.runtime.module_state import BufferCopies, ModuleStates, modules_of
+from lowtide.runtime.randomness import HostRandom, RandomState, generators_in
+
+__all__ = ["WholeLayer"]
+
+_CALL = "lowtide_call"
+"""The keyword by which a call is taken along to where it is replayed."""
+
+
+class WholeLayer:
+    """What has to be known of a layer so that its calls can be replayed."""
+
+    def __init__(self, layer: nn.Module, whose: str) -> None:
+        self.layer, self.whose = layer, whose
+        self.buffers = BufferCopies()
+
+    def around(self, whole: Function) -> Function:
+        """The layer, recomputed as a whole; ``whole`` runs, first and again, what :meth:`repeated` gave."""
+
+        def captured(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or not torch.is_grad_enabled():
+                return whole(*args, **kwargs)
+            call = _Call(self, args, kwargs)
+            return whole(*call.args, **call.kwargs, **{_CALL: call})
+
+        return captured
+
+    def repeated(self, again: Function) -> Function:
+        """The layer's forward, as it runs first and again in backward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call: _Call | None = kwargs.pop(_CALL, None)
+            if call is None:
+                return again(*args, **kwargs)
+            if not call.ran:
+                args, kwargs = call.begin(args, kwargs)
+                return again(*args, **kwargs)
+            with ExitStack() as stack:
+                args, kwargs = call.replay(args, kwargs, stack)
+                return again(*args, **kwargs)
+
+        return run
+
+
+class _Argument:
+    """Takes the place of an argument that can change."""
+
+    __slots__ = ("copied", "original")
+
+    def __init__(self, original: Any, copied: Copied) -> None:
+        self.original, self.copied = original, copied
+
+
+class _Call:
+    """One call of a layer. See [Note: what a replay finds]."""
+
+    __slots__ = ("ambient", "args", "buffers", "host", "kwargs", "modules", "ran", "random", "whose")
+
+    def __init__(self, whole: WholeLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.whose, self.ran = whole.whose, False
+        modules = modules_of(whole.layer)
+        self.args = tuple([_held(value) for value in args])
+        self.kwargs = {name: _held(value) for name, value in kwargs.items()}
+        self.modules = ModuleStates(modules, buffers=False)
+        self.buffers = whole.buffers.take(modules)
+        generators = generators_in(value for _, attributes in self.modules.attributes for value in attributes.values())
+        self.random = RandomState(tensors_of((args, kwargs)), generators)
+        self.host = HostRandom()
+        self.ambient = ambient(precision())
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the first run. From then on only their copies are held."""
+        self.ran = True
+        given = tuple([_original(value) for value in args]), {name: _original(value) for name, value in kwargs.items()}
+        self.args, self.kwargs = (), {}  # the checkpoint has the same, for the replay
+        return given
+
+    def replay(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], stack: ExitStack
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a replay, and in ``stack`` everything as it was."""
+        given = (
+            tuple([self._again(value) for value in args]),
+            {name: self._again(value) for name, value in kwargs.items()},
+        )
+        for context in restored(self.ambient):
+            stack.enter_context(context)
+        stack.enter_context(self.modules.restored(self.whose))
+        if self.buffers:
+            stack.enter_context(BufferCopies.restored(self.buffers))
+        stack.enter_context(self.random.restored())
+        stack.enter_context(self.host.restored())
+        return given
+
+    def _again(self, value: Any) -> Any:
+        return value.copied.again(self.whose) if type(value) is _Argument else value
+
+
+def _held(value: Any) -> Any:
+    """What the checkpoint holds in place of an argument: itself, unless it can change."""
+    if isinstance(value, torch.Tensor) or is_shared(value):
+        return value
+    copied = Copied(value)
+    return value if copied.value is value and not copied.tensors else _Argument(value, copied)
+
+
+def _original(value: Any) -> Any:
+    if type(value) is not _Argument:
+        return value
+    original, value.original = value.original, None
+    return original
