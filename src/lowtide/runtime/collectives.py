@@ -41,6 +41,7 @@ from lowtide._torch_private import (
 )
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers
+from lowtide.runtime.ambient import ambient
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.rebuild import CapturedCall, Registry
 
@@ -127,7 +128,7 @@ class _Issued(TorchFunctionMode):
             return func(*args, **kwargs)
         with DisableTorchFunction():
             line = owner.ledger.line(owner.layer, wanted or _OTHER)
-            call = CapturedCall(func, given[0].device, line, owner.ledger)
+            call = CapturedCall(func, given[0].device, line, owner.ledger, ambient(()))  # it computes nothing
             call.collective = True
             call.hold(args, kwargs, self.registry)
         output = func(*args, **kwargs)
