@@ -42,13 +42,20 @@ saved outside the layers swapped; and that recomputed, with operators of the lay
 
 | setting | what happens | where it has no effect |
 |---|---|---|
-| `mp_comm_recompute: false` | a recomputed layer keeps what its tensor-parallel collectives gave | layers without tensor-parallel parameters |
+| `mp_comm_recompute: false` | a recomputed layer keeps what its tensor-parallel collectives gave, also where some of its operators are excluded | layers without tensor-parallel parameters |
 | `parallel_optimizer_comm_recompute: true` | `reshard_after_forward` is set for layers that `fully_shard` sharded; `false` leaves what you chose there | other layers |
-| `recompute_slice_activation: true` | of a recomputed layer's input each tensor-parallel rank holds its slice, and they gather it in backward | inputs that are split already, such as with sequence parallelism; inputs that are swapped |
+| `recompute_slice_activation: true` | of a recomputed layer's input each tensor-parallel rank holds its slice, and they gather it in backward | inputs that are split already, such as with sequence parallelism; inputs that are swapped; layers some of whose operators are excluded |
 | `communication` of a layer | the collective that reads what the named operator gives, such as the gather after a sequence-parallel norm, is issued again in backward | operators without one; layers that are recomputed as a whole; collectives whose result is swapped |
 
 Where a setting has no effect a warning says so, when the Policy is applied or when the layer first runs. A sliced input
 has to be the same on all tensor-parallel ranks; this is checked when a layer first runs.
+
+Ranks re-issue the same collectives whatever each of them does: a rank whose control flow differs in a step, such as one
+with an expert that got no tokens, takes part all the same. When a layer first runs, the ranks of each collective ask
+each other once whether they all recompute its result. `benchmarks/communication.py` trains with every setting in six
+layouts on gloo. An operator that communicates inside, beside computing, is kept, and the receipt says so. Not covered:
+a whole layer is recomputed that exchanges tokens by `torch.distributed`'s functions in place alone (functional ones are
+seen), if the ranks' control flow differs there.
 
 ## torch.compile
 
