@@ -41,6 +41,8 @@ TOLERANCE = 1e-6
 
 EXPERTS = {"parallel_config.expert_parallel": 2}
 SEQUENCE = {"parallel_config.use_seq_parallel": True}
+LONG = {"model.model_config.seq_length": 256, "model.model_config.num_layers": 2}
+"""So that an adaptive run has something to decide."""
 LAYOUTS = (
     Layout("tp2", 2, {**data(1, 4), **TENSOR}, only="llama"),
     Layout("tp2 + sequence", 2, {**data(1, 4), **TENSOR, **SEQUENCE}, only="llama"),
@@ -48,6 +50,7 @@ LAYOUTS = (
     Layout("tp2 x fsdp2", 4, {**data(2, 4), **SHARD, **TENSOR}, only="llama"),
     Layout("ep2", 2, {**data(2, 4), **EXPERTS}, only="deepseek"),
     Layout("ep2 x fsdp2", 4, {**data(4, 2), **SHARD, **EXPERTS}, only="deepseek"),
+    Layout("tp2 + sequence, long", 2, {**data(1, 4), **TENSOR, **SEQUENCE, **LONG}, only="llama"),
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "select_comm_recompute": {"recompute_config": {"select_comm_recompute": True}},
@@ -56,22 +59,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute_slice_activation": {"recompute_config": {"recompute": True, "recompute_slice_activation": True}},
     "select_recompute '.*'": {"recompute_config": {"select_recompute": {".*": True}}},
 }
-ONLY: dict[str, dict[str, dict[str, Any]]] = {
-    "tp2 + sequence": {
-        "mp_comm_recompute: false, with an exclude": {
-            "recompute_config": {
-                "recompute": True,
-                "mp_comm_recompute": False,
-                "select_recompute_exclude": {r"feed_forward\.mul": True},
-            }
-        },
-        "adapt": {
-            "adapt": {"budget": "auto", "profiling_step": 4, "verbosity": "quiet"},
-            "model.model_config.seq_length": 32,
-        },
-    }
+EXCLUDING: dict[str, dict[str, Any]] = {
+    "mp_comm_recompute: false, with an exclude": {
+        "recompute_config": {
+            "recompute": True,
+            "mp_comm_recompute": False,
+            "select_recompute_exclude": {r"feed_forward\.mul": True},
+        }
+    },
 }
-"""Settings for one layout."""
+ADAPTING: dict[str, dict[str, Any]] = {
+    f"adapt within {budget}": {"adapt": {"budget": budget, "profiling_step": 4, "verbosity": "quiet"}}
+    for budget in ("4MiB", "3MiB")
+}
+
+
+def settings_of(layout: Layout) -> dict[str, dict[str, Any]]:
+    """The settings that a layout is tried with, by name."""
+    if "seq_length" in str(layout.settings):
+        return ADAPTING
+    return {**SETTINGS, **(EXCLUDING if layout.name == "tp2 + sequence" else {})}
 
 
 class Run(NamedTuple):
@@ -171,7 +178,7 @@ def main() -> int:
     steps, times = (QUICK_STEPS, 1) if arguments.quick else (STEPS, arguments.times)
     layouts = [one for one in LAYOUTS if arguments.layout in (None, one.name)]
     layouts = [one for one in layouts if one.processes == 2] if arguments.quick else layouts
-    cases = [(layout, name) for layout in layouts for name in [*SETTINGS, *ONLY.get(layout.name, {})]]
+    cases = [(layout, name) for layout in layouts for name in settings_of(layout)]
     table = Table("layout", "setting", "runs", "hung", "failed", "largest difference of the loss", "bitwise", "s a run")
     counts = {"runs": 0, "hung": 0, "failed": 0, "wrong_loss": 0, "bitwise": 0}
     inexact: list[str] = []
@@ -185,7 +192,7 @@ def main() -> int:
                 if plain[layout.name].error:
                     console.print(plain[layout.name].error, markup=False)
                     return 1
-            settings = {**SETTINGS, **ONLY.get(layout.name, {})}[name]
+            settings = settings_of(layout)[name]
             expected, found = plain[layout.name].losses, []
             for number in range(times):
                 found.append(run(layout, settings, steps, Path(temporary) / f"{layout.name} {len(found)} {hash(name)}"))
