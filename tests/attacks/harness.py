@@ -197,11 +197,13 @@ class Side:
 
     def tokens(self, step: int, shape: tuple[int, ...] = (2, 12), vocabulary: int = 64) -> Tensor:
         """A batch of token numbers."""
-        return torch.randint(3, vocabulary, shape, generator=torch.Generator().manual_seed(step)).to(self.device)
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(3, vocabulary, shape, generator=generator, device="cpu").to(self.device)
 
     def batch(self, step: int, *shape: int) -> Tensor:
         """A batch of random numbers."""
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(step)).to(self.device)
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(*shape, generator=generator, device="cpu").to(self.device)
 
     # The harness's part.
 

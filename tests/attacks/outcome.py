@@ -188,7 +188,7 @@ def compared(where: str, plain: Seen, seen: Seen) -> Finding:
     if left:
         findings.append(Finding(where, "left_behind", "; ".join(left[:3])))
     leaked = [one for one in seen.grown if one not in plain.grown]
-    if leaked:
+    if leaked and not seen.kind:  # torch's own checkpoint never frees a graph whose recomputation failed
         findings.append(Finding(where, "leaked", "; ".join(leaked)))
     if not findings:
         return Finding(where, "exact")

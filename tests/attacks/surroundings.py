@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide._torch_private import function_modes, top_saved_tensors_hooks
 
-__all__ = ["Memory", "Surroundings", "settled", "shape_of"]
+__all__ = ["Memory", "Surroundings", "has_own_forward", "settled", "shape_of"]
 
 PATCHABLE: tuple[tuple[Any, str], ...] = (
     (torch.UntypedStorage, "resize_"),
@@ -46,7 +46,8 @@ class Surroundings:
     saved_tensor_hooks: bool
     function_modes: int
     dispatch_modes: int
-    patched: tuple[int, ...]
+    functions: tuple[int, ...]
+    """Those of torch that could be replaced, by identity."""
     module_hooks: tuple[int, ...]
     optimizer_hooks: tuple[int, int]
     collects_garbage: bool
@@ -62,7 +63,7 @@ class Surroundings:
             saved_tensor_hooks=top_saved_tensors_hooks(False) is not None,
             function_modes=function_modes(),
             dispatch_modes=len(_get_current_dispatch_mode_stack()),
-            patched=tuple(id(getattr(owner, name)) for owner, name in PATCHABLE),
+            functions=tuple(id(getattr(owner, name)) for owner, name in PATCHABLE),
             module_hooks=tuple(len(hooks) for name, hooks in vars(module_hooks).items() if name.endswith("_hooks")),
             optimizer_hooks=(
                 len(optimizer_hooks._global_optimizer_pre_hooks),
@@ -73,15 +74,17 @@ class Surroundings:
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             autocast=(torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-            threads=threading.active_count(),
+            threads=sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate()),  # tqdm's
         )
 
     def changed(self, later: Surroundings) -> list[str]:
         """What is otherwise later, in words."""
-        return [
+        pairs = zip(PATCHABLE, self.functions, later.functions, strict=True)
+        found = [f"{owner.__name__}.{name} is patched" for (owner, name), mine, other in pairs if mine != other]
+        return found + [
             f"{field.name.replace('_', ' ')} {getattr(self, field.name)} became {getattr(later, field.name)}"
             for field in fields(self)
-            if getattr(self, field.name) != getattr(later, field.name)
+            if field.name != "functions" and getattr(self, field.name) != getattr(later, field.name)
         ]
 
 
@@ -141,13 +144,25 @@ def shape_of(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> di
     return shape
 
 
+def has_own_forward(module: Any) -> bool:
+    """Whether a module runs something else than its class's forward."""
+    own = vars(module).get("forward")
+    return own is not None and (getattr(own, "__self__", None), getattr(own, "__func__", None)) != (
+        module,
+        type(module).forward,
+    )
+
+
 def _made_of(thing: Any) -> dict[str, Any]:
     attributes = vars(thing)
     hooks = {name: len(value) for name, value in attributes.items() if name.endswith("_hooks") and value}
-    own = attributes.get("forward") or attributes.get("step")
+    names = set(attributes)
+    if isinstance(thing, nn.Module) and not has_own_forward(thing):
+        names.discard("forward")  # the class's, bound: as good as none
+    own = attributes.get("step") if isinstance(thing, Optimizer) else None
     return {
         "class": type(thing).__qualname__,
-        "attributes": frozenset(attributes),
+        "attributes": frozenset(names),
         "hooks": hooks,
-        "wrapped by": getattr(own, "__qualname__", type(own).__qualname__),
+        "step": getattr(own, "__qualname__", type(own).__qualname__),
     }
