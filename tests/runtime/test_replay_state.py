@@ -164,6 +164,18 @@ def test_every_setting_is_restored_for_a_replay_and_then_put_back(name: str) -> 
         setting.set(before)
 
 
+def test_a_call_without_use_for_precisions_has_its_other_settings_restored() -> None:
+    was = ambient(())
+    torch.use_deterministic_algorithms(True)
+    try:
+        (context,) = restored(was)
+        with context:
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_equal_surroundings_are_one_object() -> None:
     assert ambient(precision()) is ambient(precision())
 

@@ -132,6 +132,8 @@ _PRECISIONS = {
     "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
 }
 
+_WRITE_PRECISIONS = tuple(setting.set for setting in _PRECISIONS.values())
+
 Precision: TypeAlias = tuple[Any, ...]
 """The settings that take long to read."""
 
@@ -184,7 +186,7 @@ def _set(was: Ambient, now: Ambient) -> Iterator[None]:
         # What was set last is taken back first: a setting may set others.
         changed = [
             *zip(was.settings, now.settings, _WRITE, strict=True),
-            *zip(was.precision, now.precision, (one.set for one in _PRECISIONS.values()), strict=True),
+            *zip(was.precision, now.precision, _WRITE_PRECISIONS, strict=False),  # none, or all of them
         ]
         for before, current, write in changed:
             if before != current:
