@@ -1,13 +1,16 @@
 """Train tiny models under random Policies and compare every loss, gradient and parameter bit by bit.
 
     python benchmarks/parity.py --json
+    python benchmarks/parity.py --json --cases 10000
     python benchmarks/parity.py --case 115
 
 Each case is a random Policy (keep, recompute and swap by operator and by layer, boundaries, excludes, prefetches of 1
-to 30, both tiers, small and large limits) on one of five models, in single precision, under bfloat16 autocast or with
-dropout, on the CPU or on the virtual accelerator ``tide``, with optimizer steps between. The same run without lowtide
-is made once for each model, setting, device and order of micro batches. Beside the values, a case must leave no
-race on tide, as many device bytes after each step as the run without, and every host buffer and piece of disk returned.
+to 30, both tiers, small and large limits) on a model of one of sixteen families (decoders, encoders, both at once,
+experts, state spaces, vision, speech), in single precision, under bfloat16 autocast or with dropout, on the CPU or on
+the virtual accelerator ``tide``, with optimizer steps between. The same run without lowtide is made once for each
+model, setting, device and order of micro batches. Beside the values, a case must leave no race on tide, as many device
+bytes after each step as the run without, and every host buffer and piece of disk returned. Two processes run side by
+side.
 A case is known by its number: ``--case`` repeats one.
 """
 
@@ -17,10 +20,14 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -55,24 +62,65 @@ def counts_of(outcomes: list[Outcome]) -> dict[str, int]:
     }
 
 
+def run_all(numbers: range, workers: int, console: Console) -> list[Outcome]:
+    """The outcomes, in order; whatever is wrong is printed as soon as it is known."""
+    outcomes: list[Outcome] = []
+    shown = Progress(console=console, disable=not console.is_terminal, transient=True)
+    with shown:
+        task = shown.add_task("cases", total=len(numbers))
+        for outcome in _outcomes(numbers, min(workers, len(numbers))):
+            outcomes.append(outcome)
+            shown.advance(task)
+            if not outcome.exact:
+                console.print(str(outcome), markup=False, highlight=False, style="red")
+    return sorted(outcomes, key=lambda outcome: outcome.case.number)
+
+
+def _outcomes(numbers: range, workers: int) -> Iterator[Outcome]:
+    if workers <= 1:
+        yield from map(_outcome, numbers)
+        return
+    # A process has its models and its runs without lowtide for itself: each gets the cells of the grid in turns.
+    context = get_context("spawn")
+    results: Any = context.SimpleQueue()
+    processes = [
+        context.Process(target=_work, args=(numbers[worker::workers], results), daemon=True)
+        for worker in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    for _ in numbers:
+        yield results.get()
+    for process in processes:
+        process.join()
+
+
+def _work(numbers: range, results: Any) -> None:
+    torch.set_num_threads(1)
+    for number in numbers:
+        results.put(_outcome(number))
+
+
+def _outcome(number: int) -> Outcome:
+    return run_case(case(number))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases instead of {CASES}")
+    parser.add_argument("--cases", type=int, default=CASES, metavar="N", help=f"how many; {CASES} unless told")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes side by side")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases only")
     parser.add_argument("--case", type=int, metavar="NUMBER", help="one case only, and print its Policy")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first case; others are others")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # two threads on a busy machine wait for each other
     console, begin = Console(stderr=True, width=140), time.perf_counter()
-    numbers = range(arguments.first, arguments.first + (QUICK if arguments.quick else CASES))
+    numbers = range(arguments.first, arguments.first + (QUICK if arguments.quick else arguments.cases))
     if arguments.case is not None:
         numbers = range(arguments.case, arguments.case + 1)
         console.print(str(case(arguments.case)), markup=False, highlight=False)
-    outcomes: list[Outcome] = []
-    for number in numbers:
-        outcomes.append(run_case(case(number)))
-        if not outcomes[-1].exact:
-            console.print(str(outcomes[-1]), markup=False, highlight=False, style="red")
+    outcomes = run_all(numbers, arguments.workers, console)
     console.print(table_of(outcomes))
     wrong = [one.case.number for one in outcomes if not one.exact]
     seconds = round(time.perf_counter() - begin)

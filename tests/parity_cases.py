@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from lowtide.operators.survey import survey
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
-from parity_models import LAYERS, MODELS, VOCABULARY, build
+from parity_models import MODELS, VOCABULARY, build, stacks_of
 
 __all__ = ["GRID", "Case", "Outcome", "Run", "case", "random_policy", "run_case"]
 
@@ -47,14 +47,15 @@ class Case:
     setting: str
     device: str
     order: str
-    policy: Policy
+    policies: tuple[Policy, ...]
+    """One for each stack of layers."""
     limits: Limits
 
     def __str__(self) -> str:
         return (
             f"case {self.number}: {self.model}, {self.setting}, {self.device}, {self.order},"
             f" host {self.limits.host_bytes}, disk {self.limits.disk_bytes}, in flight {self.limits.in_flight_bytes}\n"
-            f"{self.policy.to_json()}"
+            + "\n".join(policy.to_json() for policy in self.policies)
         )
 
 
@@ -88,18 +89,18 @@ def case(number: int) -> Case:
     model, setting, device = GRID[number % len(GRID)]
     draw = random.Random(number)
     order = draw.choice(ORDERS)
-    layers, root = operators(model, setting)
-    policy = random_policy(draw, layers)
+    stacks = operators(model, setting, device)
+    policies = tuple(random_policy(draw, stack.layers) for stack in stacks)
     outside = random.Random(~number)  # so that the layers are the same with and without it
-    if outside.random() < 0.5:
-        policy = replace(policy, root=random_layer(outside, root))
+    if len(stacks) == 1 and outside.random() < 0.5:  # of two stacks, each is outside the other's layers
+        policies = (replace(policies[0], root=random_layer(outside, stacks[0].root)),)
     limits = Limits(
         minimum_bytes=draw.choice((1, 1, 1, 1500)),
         host_bytes=draw.choice((1 << 26, 1 << 26, 1 << 26, 40_000, 0)),
         disk_bytes=draw.choice((1 << 26, 1 << 26, 1 << 26, 30_000, 0)),
         in_flight_bytes=draw.choice((1 << 26, 1 << 26, 10_000, 0)),
     )
-    return Case(number, model, setting, device, order, policy, limits)
+    return Case(number, model, setting, device, order, policies, limits)
 
 
 def random_policy(draw: random.Random, layers: tuple[tuple[str, ...], ...]) -> Policy:
@@ -150,13 +151,24 @@ def random_swap(draw: random.Random) -> Swap:
     return Swap(draw.randint(1, 30), draw.choice(("host", "host", "disk")))
 
 
+class Stack(NamedTuple):
+    """The operators of a stack of layers, and of what is outside them."""
+
+    layers: tuple[tuple[str, ...], ...]
+    root: tuple[str, ...]
+
+
 @cache
-def operators(model: str, setting: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The operators of each layer, and of the root."""
-    bare = build(model, dropout=setting == "dropout")
-    found = survey(bare, lambda: bare(tokens_of(0)), layers=LAYERS.get(model))
-    names = [tuple(operator.name for operator in kind.operators) for kind in found.kinds]
-    return tuple(names[kind] for kind in found.kind_of), tuple(operator.name for operator in found.root.operators)
+def operators(model: str, setting: str, device: str) -> tuple[Stack, ...]:
+    """The names of a model's operators, some of which depend on the device."""
+    bare = build(model, dropout=setting == "dropout").to(device)
+    stacks = []
+    for path in stacks_of(model):
+        found = survey(bare, lambda: bare(tokens_of(0).to(device)), layers=path)
+        names = [tuple(operator.name for operator in kind.operators) for kind in found.kinds]
+        root = tuple(operator.name for operator in found.root.operators)
+        stacks.append(Stack(tuple(names[kind] for kind in found.kind_of), root))
+    return tuple(stacks)
 
 
 def tokens_of(step: int) -> Tensor:
@@ -289,15 +301,18 @@ def _compare(chosen: Case, subject: Trainee, expected: Run, outcome: Outcome) ->
     tide.clear_races()
     before = allocated(subject.device, None)
     held = tuple(before + more for more in expected.held)
-    handle = apply(subject.model, chosen.policy, layers=LAYERS.get(chosen.model), limits=chosen.limits)
+    handles: list[Handle] = []
     try:
+        for path, policy in zip(stacks_of(chosen.model), chosen.policies, strict=True):
+            handles.append(apply(subject.model, policy, layers=path, limits=chosen.limits))
         found = subject.train(chosen.order, held)
-        for line in handle.ledger.lines.values():
+        for line in (line for handle in handles for line in handle.ledger.lines.values()):
             outcome.swaps += line.swaps
             outcome.recomputes += line.recomputes
-        outcome.leaks += not_returned(handle)
+        outcome.leaks += [leak for handle in handles for leak in not_returned(handle)]
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     outcome.different = [
         name
         for name in expected.values | found.values

@@ -11,7 +11,7 @@ from attacks.runner import Runner
 pytestmark = pytest.mark.xdist_group("attacks")  # one process imports everything once
 SOUND = [name for name in ATTACKS if name not in NOT_YET]
 OFTEN = 4
-"""One attack in so many runs with the other tests, on one device and in two forms; all of them in every form are slow."""
+"""One attack in so many runs with the other tests, on one device and in two forms; all in all forms are slow."""
 
 
 def test_there_are_many_attacks_and_each_says_what_it_tries() -> None:
