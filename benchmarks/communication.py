@@ -119,7 +119,7 @@ def run(layout: Layout, settings: dict[str, Any], steps: int, place: Path) -> Ru
         time.sleep(0.02)
     seconds = time.perf_counter() - begin
     if any(codes.values()):
-        said = "\n".join((place / f"rank_{rank}.txt").read_text()[-1500:] for rank in range(layout.processes))
+        said = "\n".join((place / f"rank_{rank}.txt").read_text()[-6000:] for rank in range(layout.processes))
         return Run([], hung=seconds > PATIENCE, error=said, seconds=seconds)
     lines = [json.loads(line) for line in (place / "output" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), lines

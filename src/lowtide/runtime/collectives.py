@@ -24,6 +24,7 @@ it on the other, and the group hung within a few steps.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,15 +38,17 @@ from lowtide._torch_private import (
     group_name_of,
     group_named,
     is_collective,
+    tree_map,
     unseen_by_modes,
 )
+from lowtide.errors import RebuildError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.runtime.ambient import ambient
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.rebuild import CapturedCall, Registry
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "keep_results"]
 
 
 class Collectives:
@@ -107,10 +110,7 @@ class _Issued(TorchFunctionMode):
         self.calls: list[CapturedCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = _KNOWN.get(func)
-        if known is None:
-            known = _KNOWN[func] = is_collective(func)
-        if known:
+        if _known_collective(func):
             return self._issue(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -139,8 +139,12 @@ class _Issued(TorchFunctionMode):
         return output
 
 
-_KNOWN: dict[Any, bool] = {}
-"""Which torch functions are collectives; a layer calls the same few all the time."""
+@cache
+def _known_collective(func: Any) -> bool:
+    """As :func:`is_collective`, quickly: a layer calls the same few functions all the time."""
+    return is_collective(func)
+
+
 _OTHER = "collectives for other ranks"
 """What the receipt calls a collective that is re-issued since other ranks need it, while this one diverged."""
 
@@ -156,3 +160,59 @@ def _reissue_with_gradient_of(output: Any, calls: list[CapturedCall]) -> None:
     # Before the nodes that made the output, which is after hooks of the tensors: FSDP gathers parameters in such a one.
     for node in {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}:
         node.register_prehook(reissue)
+
+
+def keep_results(whose: str) -> tuple[TorchFunctionMode, TorchFunctionMode]:
+    """What a checkpointed function runs in, first and when it is recomputed: then collectives give what they gave.
+
+    Torch's selective checkpoint could do this too. But it counts every kernel, so that nothing else may run in there
+    that does not run the same way twice, such as the gathers of sharded modules.
+    """
+    results: list[tuple[Any, tuple[int, ...]]] = []
+    return _Keeping(results), _Kept(results, whose)
+
+
+class _Keeping(TorchFunctionMode):
+    """Keeps what collectives give."""
+
+    def __init__(self, results: list[tuple[Any, tuple[int, ...]]]) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if _known_collective(func):
+            with DisableTorchFunction():
+                output = finish_collective(output)  # only then is its version what it stays
+                kept = tree_map(lambda one: one.detach().requires_grad_(one.requires_grad), output)
+            self.results.append((kept, tuple(one._version for one in tensors_of(kept))))
+        return output
+
+
+class _Kept(TorchFunctionMode):
+    """Gives what collectives gave, in their order; the others are not there to issue them again."""
+
+    def __init__(self, results: list[tuple[Any, tuple[int, ...]]], whose: str) -> None:
+        super().__init__()
+        self.results, self.whose = results, whose
+        self.count = 0
+
+    def __enter__(self) -> _Kept:
+        self.count = 0  # a graph that is retained is recomputed for each backward
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _known_collective(func):
+            return func(*args, **(kwargs or {}))
+        if self.count == len(self.results):
+            raise RebuildError(f"{self.whose} issued {self.count} collectives when it ran, and more when recomputed")
+        output, versions = self.results[self.count]
+        self.count += 1
+        with DisableTorchFunction():
+            if versions != tuple(one._version for one in tensors_of(output)):
+                raise RebuildError(
+                    f"{self.whose} cannot be recomputed: what one of its collectives gave was changed in place after"
+                    " that; set mp_comm_recompute to true"
+                )
+            return tree_map(lambda one: one.detach().requires_grad_(one.requires_grad), output)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from lowtide._torch_private import (
     group_name_of,
@@ -37,6 +37,7 @@ from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Decision, Keep, Policy, Recompute, ResolvedLayer
+from lowtide.runtime.collectives import keep_results
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 
@@ -82,21 +83,35 @@ def communicating(forward: Function, again: Function, layer: nn.Module, index: i
 
 def recomputed(forward: Function, again: Function, layer: nn.Module) -> Function:
     """A layer that is recomputed as a whole, its collectives included."""
-    early: bool | None = None
+    checkpointed = _Checkpointed(again, layer)
 
     # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
     def whole(*args: Any, **kwargs: Any) -> Any:
-        nonlocal early
         if is_dynamo_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if early is not None or not torch.is_grad_enabled() or not _several_ranks():
-            return checkpoint(again, *args, use_reentrant=False, early_stop=early is not False, **kwargs)
-        with _Groups() as groups:
-            output = checkpoint(again, *args, use_reentrant=False, early_stop=False, **kwargs)
-        early = may_stop_early(layer, groups.names)
-        return output
+        return checkpointed(args, kwargs)
 
     return whole
+
+
+class _Checkpointed:
+    """Runs a layer in torch's checkpoint. See [Note: where a recomputed layer stops]."""
+
+    def __init__(self, again: Function, layer: nn.Module) -> None:
+        self.again, self.layer = again, layer
+        self.early: bool | None = None
+        """Whether it may stop early; None until it has run among several ranks."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+        early = self.early
+        if early is not None or not torch.is_grad_enabled() or not _several_ranks():
+            return checkpoint(
+                self.again, *args, use_reentrant=False, early_stop=early is not False, **settings, **kwargs
+            )
+        with _Groups() as groups:
+            output = checkpoint(self.again, *args, use_reentrant=False, early_stop=False, **settings, **kwargs)
+        self.early = may_stop_early(self.layer, groups.names)
+        return output
 
 
 def _several_ranks() -> bool:
@@ -136,20 +151,14 @@ class _Groups(TorchFunctionMode):
 def keeping_collectives(plain: Function, again: Function, layer: nn.Module, index: int) -> Function:
     """A layer that is recomputed as a whole but for its collectives, whose results are kept."""
     group = _Once(lambda: tensor_parallel_group(layer), "mp_comm_recompute", index)
+    checkpointed = _Checkpointed(again, layer)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         if group() is None:
             return plain(*args, **kwargs)
-        contexts = partial(create_selective_checkpoint_contexts, _collectives_are_kept)
-        return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpointed(args, kwargs, context_fn=partial(keep_results, f"layer {index}"))
 
     return whole
-
-
-def _collectives_are_kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Also the wait for a collective: it gives back the tensor that is to be kept.
-    kept = operator.namespace == "_c10d_functional"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def tensor_parallel_group(layer: nn.Module) -> dist.ProcessGroup | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import storage_bytes
+from lowtide._torch_private import PLAIN, storage_bytes, unseen_by_modes
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared, tracked_version
 
@@ -231,7 +231,9 @@ class BufferCopies:
                 for (holder, name, copied), (*_, current) in zip(copies, now, strict=True):
                     if id(copied) not in made:
                         device = copied.device if current is None else current.device
-                        made[id(copied)] = copied.to(device, copy=True)
+                        # Torch's selective checkpoint counts kernels: these are not the layer's.
+                        with unseen_by_modes() if type(copied) in PLAIN else nullcontext():
+                            made[id(copied)] = copied.to(device, copy=True)
                     holder[name] = made[id(copied)]
             yield
         finally:
