@@ -26,6 +26,7 @@ from lowtide._torch_private import (
     autocast_contexts,
     autocast_state,
     compiled_call,
+    count_of_writes,
     current_backward,
     current_node,
     drop_pipeline_losses,
@@ -33,6 +34,7 @@ from lowtide._torch_private import (
     function_modes,
     given_operand,
     given_operands,
+    group_name_of,
     held_indices,
     inner_tensor,
     is_any_autocast_enabled,
@@ -153,6 +155,25 @@ def test_a_write_to_a_dtensor_is_counted(mesh: Any) -> None:
     before = version_of(tensor)
     tensor.add_(1)
     assert version_of(tensor) != before
+
+
+def test_a_count_of_writes_outlives_its_tensor_and_holds_none_of_its_bytes() -> None:
+    tensor = torch.zeros(1000)
+    view, count = tensor.view(10, 100), count_of_writes(tensor)
+    assert storage_bytes(count) == 0
+    before = count._version
+    del tensor
+    view.add_(1)
+    assert count._version == before + 1
+
+
+def test_a_functional_collective_is_given_the_name_of_its_group_last() -> None:
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
+        schema = getattr(torch.ops._c10d_functional, name).default._schema
+        assert schema.arguments[-1].name == "group_name"
+    assert group_name_of((torch.ones(1), "sum", "7"), {}) == "7"
+    assert group_name_of((torch.ones(1), "sum"), {"group_name": "7"}) == "7"
+    assert group_name_of((torch.ones(1), 2), {}) is None
 
 
 def test_functional_collectives_are_known_by_their_namespace() -> None:

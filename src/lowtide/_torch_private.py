@@ -184,8 +184,17 @@ def subclass_wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to, counted where a subclass counts and where its plain tensor does."""
-    return tensor._version if type(tensor) in PLAIN else tensor._version + inner_tensor(tensor)._version
+    """How often a tensor was written to, counted where a subclass counts and where its plain tensor does.
+
+    The result of a collective that may still be under way is waited for: until then others may count its writes.
+    """
+    version = tensor._version
+    while type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        if hasattr(tensor, "trigger_wait"):
+            tensor.trigger_wait()
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+        version += tensor._version
+    return version
 
 
 def count_of_writes(tensor: Tensor) -> Tensor:
