@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, compiler
 from torch._C import DisableTorchFunction
+from torch._C import _accelerator_getAccelerator as current_accelerator
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C import _len_torch_function_stack as function_modes
@@ -54,6 +55,7 @@ __all__ = [
     "backward_node_number",
     "compiled_call",
     "count_of_writes",
+    "current_accelerator",
     "current_backward",
     "current_dispatch_mode",
     "current_node",

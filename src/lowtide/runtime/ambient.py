@@ -78,6 +78,17 @@ _READ = tuple(setting.get for setting in _SETTINGS.values())
 _WRITE = tuple(setting.set for setting in _SETTINGS.values())
 
 
+def _reader() -> Callable[[], tuple[Any, ...]]:
+    """Reads all settings, without a loop: see [Note: the cost of looking]."""
+    names = [f"get{number}" for number in range(len(_READ))]
+    source = f"lambda: ({', '.join(f'{name}()' for name in names)},)"
+    made: Callable[[], tuple[Any, ...]] = eval(source, dict(zip(names, _READ, strict=True)))
+    return made
+
+
+_read_settings = _reader()
+
+
 def _fp32(backend: str, operator: str) -> _Setting:
     return _Setting(
         lambda: _PRIVATE._get_fp32_precision_getter(backend, operator),
@@ -163,7 +174,7 @@ class _Last:
 
 def ambient(precision: Precision) -> Ambient:
     """What a call runs in now; ``precision`` was read when its layer began, or is empty."""
-    settings = tuple([get() for get in _READ])
+    settings = _read_settings()
     device, modes = _modes() if function_modes() or dispatch_modes() else _NOTHING
     last = _Last.ambient
     if last.settings == settings and last.precision is precision and last.device == device and last.modes == modes:

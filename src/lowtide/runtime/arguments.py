@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import version_of
+from lowtide._torch_private import PLAIN, version_of
 from lowtide.errors import RebuildError
 
 __all__ = ["Copied", "is_shared", "tracked_version"]
@@ -28,6 +28,11 @@ _LIMIT = 20_000
 
 def tracked_version(tensor: Tensor) -> int:
     """How often a tensor was written to; always 0 for those of inference mode, of which nobody counts that."""
+    if type(tensor) in PLAIN:
+        try:
+            return tensor._version
+        except RuntimeError:
+            return 0
     return 0 if tensor.is_inference() else version_of(tensor)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import PLAIN, storage_bytes, unseen_by_modes
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared, tracked_version
+from lowtide.runtime.randomness import is_generator
 
 __all__ = ["BufferCopies", "ModuleStates", "modules_of"]
 
@@ -37,45 +38,44 @@ def modules_of(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-class _Tensor(NamedTuple):
-    """A parameter or buffer, or a tensor among a module's attributes."""
-
-    holder: dict[str, Any] | None
-    """Where the module has it; None for one among attributes, which are put back by themselves."""
-    name: str
-    tensor: Tensor
-    version: int
-
-
 class ModuleStates:
     """Some modules as they are now. Buffers only if ``buffers`` says so: see :class:`BufferCopies`."""
 
-    __slots__ = ("attributes", "contents", "tensors")
+    __slots__ = ("attributes", "contents", "generators", "tensors")
 
     def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = True) -> None:
         self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.contents: list[tuple[Any, Any]] = []
         """Containers, the attributes of objects among them, with copies of what is in them."""
-        self.tensors: list[_Tensor] = []
+        self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = []
+        """Each with where the module has it, its name and its version; those among attributes, which are put back by
+        themselves, without the first."""
+        self.generators: list[Any] = []
+        """From which the modules may draw random numbers."""
         seen: set[int] = set()
         for module in modules:
-            attributes = _attributes(module)
-            self.attributes.append((vars(module), attributes))
-            for name, value in attributes.items():
+            attributes = vars(module)
+            own = _own(attributes)
+            self.attributes.append((attributes, own))
+            for name, value in own.items():
                 if type(value) not in _PLAIN:
                     self._look_into(name, value, seen)
             for holder in (module._parameters, module._buffers) if buffers else (module._parameters,):
                 for name, tensor in holder.items():
                     if tensor is not None:
-                        self.tensors.append(_Tensor(holder, name, tensor, tracked_version(tensor)))
+                        self.tensors.append((holder, name, tensor, tracked_version(tensor)))
 
     def _look_into(self, name: str, value: Any, seen: set[int]) -> None:
         if isinstance(value, Tensor):
-            self.tensors.append(_Tensor(None, name, value, tracked_version(value)))
+            self.tensors.append((None, name, value, tracked_version(value)))
             return
-        if id(value) in seen or len(seen) > _LIMIT or is_shared(value):
+        if id(value) in seen or len(seen) > _LIMIT:
             return
         seen.add(id(value))
+        if is_generator(value):
+            self.generators.append(value)
+        if is_shared(value):
+            return
         for content in _contents(value):
             self.contents.append((content, content.copy()))
             for item in content.values() if isinstance(content, dict) else content:
@@ -127,16 +127,13 @@ class ModuleStates:
         return found
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return _own(vars(module))
-
-
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name not in _NOT_ATTRIBUTES}
+    """The attributes that are a module's own, not every module's."""
+    return {name: attributes[name] for name in attributes.keys() - _NOT_ATTRIBUTES}
 
 
 def _set_attributes(attributes: dict[str, Any], was: dict[str, Any]) -> None:
-    for name in _own(attributes).keys() - was.keys():
+    for name in attributes.keys() - _NOT_ATTRIBUTES - was.keys():
         del attributes[name]
     for name, value in was.items():
         if attributes.get(name, _MISSING) is not value:

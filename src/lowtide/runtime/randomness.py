@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-__all__ = ["HostRandom", "RandomState", "generators_in"]
+from lowtide._torch_private import current_accelerator
+
+__all__ = ["HostRandom", "RandomState", "is_generator"]
 
 
 class RandomState:
@@ -24,10 +27,13 @@ class RandomState:
 
     def __init__(self, given: list[Tensor], generators: Iterable[Any] = ()) -> None:
         self.host = torch.get_rng_state()
-        self.devices, self.states = get_device_states(*given)
-        kinds = {tensor.device.type for tensor in given} - {"cpu"}
-        self.kind = kinds.pop() if kinds else "cuda"
-        if not self.devices and (accelerator := _accelerator()) is not None:  # it may move them there itself
+        self.kind = "cuda"
+        self.devices: list[int] = []
+        self.states: list[Tensor] = []
+        if not all(tensor.is_cpu for tensor in given):
+            self.devices, self.states = get_device_states(*given)
+            self.kind = next(tensor.device.type for tensor in given if not tensor.is_cpu)
+        elif (accelerator := _accelerator()) is not None:  # the call may move them there itself
             self.kind, self.devices = accelerator, [torch.accelerator.current_device_index()]
             self.states = self._now()
         self.generators = [(one, _state_of(one)) for one in generators]
@@ -63,26 +69,26 @@ class RandomState:
 
 def _accelerator() -> str | None:
     """The kind of the accelerator, if this process has begun to use it; asking it for numbers would begin that."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    device: torch.device | None = current_accelerator()
+    if device is None:
         return None
-    module = torch.get_device_module(accelerator.type)
-    return accelerator.type if getattr(module, "is_initialized", lambda: True)() else None
+    begun = _begun(device.type)
+    return device.type if begun is None or begun() else None
 
 
-def generators_in(values: Iterable[Any], depth: int = 3) -> list[Any]:
-    """The generators, torch's and numpy's, among some values and in the containers among them."""
-    found: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if kind is torch.Generator or (kind.__name__ == "Generator" and hasattr(value, "bit_generator")):
-            found.append(value)
-        elif depth and kind in _CONTAINERS and value:
-            found += generators_in(value.values() if kind is dict else value, depth - 1)
+@cache
+def _begun(kind: str) -> Callable[[], bool] | None:
+    """How to ask whether a kind of device is in use."""
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        return bool  # a build for a device that is not here: never
+    found: Callable[[], bool] | None = getattr(torch.get_device_module(kind), "is_initialized", None)
     return found
 
 
-_CONTAINERS = frozenset({list, tuple, dict})
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from a value: a generator of torch's or of numpy's."""
+    kind = type(value)
+    return kind is torch.Generator or (kind.__name__ == "Generator" and hasattr(value, "bit_generator"))
 
 
 def _state_of(generator: Any) -> Any:

@@ -17,7 +17,7 @@ from lowtide.policy import Keep, Swap
 from lowtide.runtime.ambient import Ambient, ambient, precision
 from lowtide.runtime.module_state import ModuleStates
 from lowtide.runtime.program import Action, LayerProgram
-from lowtide.runtime.randomness import HostRandom, RandomState, generators_in
+from lowtide.runtime.randomness import HostRandom, RandomState
 from lowtide.runtime.rebuild import (
     CapturedCall,
     Cast,
@@ -211,13 +211,13 @@ class CapturingRun(Run):
             surroundings = ambient(self.ambient.precision)
             self.open = call = CapturedCall(function, device, line, self.manager.ledger, surroundings)
             call.hold(args, kwargs, registry)
-            if module is None:
-                call.random = RandomState(given, generators_in((*args, *kwargs.values())))
-            else:
+            generators = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
+            if module is not None:
                 call.module = ModuleStates((module,))
-                call.random = RandomState(given, generators_in((*args, *kwargs.values(), *vars(module).values())))
+                generators += call.module.generators
                 if not type(module).__module__.startswith("torch."):  # torch's own draw from torch's alone
                     call.host = HostRandom()
+            call.random = RandomState(given, generators)
 
     def act(self, tensor: Tensor, action: Action) -> Tensor | Saved:
         with DisableTorchFunction():

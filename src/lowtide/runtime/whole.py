@@ -26,7 +26,7 @@ from lowtide.operators.wrappers import Function
 from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.arguments import Copied, is_shared
 from lowtide.runtime.module_state import BufferCopies, ModuleStates, modules_of
-from lowtide.runtime.randomness import HostRandom, RandomState, generators_in
+from lowtide.runtime.randomness import HostRandom, RandomState
 
 __all__ = ["WholeLayer"]
 
@@ -90,8 +90,7 @@ class _Call:
         self.kwargs = {name: _held(value) for name, value in kwargs.items()}
         self.modules = ModuleStates(modules, buffers=False)
         self.buffers = whole.buffers.take(modules)
-        generators = generators_in(value for _, attributes in self.modules.attributes for value in attributes.values())
-        self.random = RandomState(tensors_of((args, kwargs)), generators)
+        self.random = RandomState(tensors_of((args, kwargs)), self.modules.generators)
         self.host = HostRandom()
         self.ambient = ambient(precision())
 
