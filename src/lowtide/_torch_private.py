@@ -1,14 +1,24 @@
-"""Every private name of torch that lowtide uses; ``tests/test_torch_private.py`` holds each to its word."""
+"""Every private name of torch that lowtide uses; ``tests/test_torch_private.py`` holds each to its word.
+
+[Note: the bottom of the stacks]
+Saved-tensor hooks and dispatch modes are stacks, and whoever ends a context takes off what is on top, whoever put it
+there. What lasts while other people's code runs, as a step of their own loop does, therefore goes to the bottom
+of its stack: contexts that were entered before it may end before it, those that are entered later may end after it, and
+each takes off its own. Ours is taken off by name, from wherever it is.
+
+Hooks at the bottom are not asked while there are others: what those hold is theirs. A mode at the bottom sees what all
+others make of an operator, right before the kernel.
+"""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,8 +31,8 @@ from torch._C import _len_torch_function_stack as function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling
@@ -30,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.library import _scoped_library as scoped_library
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack as function_modes_on
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
@@ -53,6 +64,7 @@ __all__ = [
     "autocast_contexts",
     "autocast_state",
     "backward_node_number",
+    "calling_scaler",
     "compiled_call",
     "count_of_writes",
     "current_accelerator",
@@ -68,14 +80,18 @@ __all__ = [
     "forget_unscaling",
     "function_modes",
     "function_modes_on",
+    "generator_key",
     "given_operand",
     "given_operands",
     "group_name_of",
     "group_named",
     "held_indices",
+    "hide_dispatch_mode",
     "hooks_on_top",
     "imagined_process_group",
     "inner_tensor",
+    "insert_dispatch_mode",
+    "insert_saved_tensors_hooks",
     "is_any_autocast_enabled",
     "is_cast",
     "is_collective",
@@ -90,8 +106,11 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
     "raw_saved",
+    "remove_dispatch_mode",
+    "remove_saved_tensors_hooks",
     "reset_reducer",
     "reset_sharding",
+    "resize_watchers",
     "resolved_operator",
     "saved_operand",
     "saved_operands",
@@ -115,6 +134,9 @@ __all__ = [
     "written_arguments",
 ]
 
+
+top_saved_tensors_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The hooks that are asked now, if there are any."""
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that hold their bytes themselves."""
@@ -213,13 +235,164 @@ def hooks_on_top(pack: Any) -> bool:
     return top is not None and top[0] is pack
 
 
-def forget_unscaling(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Let every GradScaler forget that it has unscaled gradients in these optimizers' step, which is begun anew."""
+def insert_saved_tensors_hooks(pack: Any, unpack: Any) -> None:
+    """Put hooks below all that are there. See [Note: the bottom of the stacks].
+
+    RuntimeError where hooks are not allowed, as in ``torch.func``'s transforms.
+    """
+    above: list[tuple[Any, Any]] = []
+    try:
+        while (top := top_saved_tensors_hooks(True)) is not None:
+            pop_saved_tensors_hooks()
+            above.append(top)
+        push_saved_tensors_hooks(pack, unpack)
+    finally:
+        for one in reversed(above):
+            push_saved_tensors_hooks(*one)
+
+
+def remove_saved_tensors_hooks(pack: Any) -> None:
+    """Take off the hooks with this ``pack``, wherever in the stack they are; nothing if they are not."""
+    above: list[tuple[Any, Any]] = []
+    try:
+        while (top := top_saved_tensors_hooks(True)) is not None:
+            pop_saved_tensors_hooks()
+            if top[0] is pack:
+                break
+            above.append(top)
+    finally:
+        for one in reversed(above):
+            push_saved_tensors_hooks(*one)
+
+
+def insert_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Put a mode below all that are there but torch's own. See [Note: the bottom of the stacks]."""
+    _with_modes_lifted(len(dispatch_modes_on()), lambda: torch._C._push_on_torch_dispatch_stack(mode))
+
+
+def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Take a mode off, wherever in the stack it is; nothing if it is not."""
+    modes = dispatch_modes_on()
+    if any(one is mode for one in modes):
+        above = len(modes) - 1 - max(place for place, one in enumerate(modes) if one is mode)
+        _with_modes_lifted(above, lambda: torch._C._pop_torch_dispatch_stack(None))
+
+
+def hide_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Take a mode off for the rest of the node that backward runs on this thread; torch restores it for the next.
+
+    Other threads' modes are not touched, nor what torch notes of modes for all threads.
+    """
+    modes = dispatch_modes_on()
+    if any(one is mode for one in modes):
+        lifted = [torch._C._pop_torch_dispatch_stack(None)]
+        while lifted[-1] is not mode:
+            lifted.append(torch._C._pop_torch_dispatch_stack(None))
+        for one in reversed(lifted[:-1]):
+            torch._C._push_on_torch_dispatch_stack(one)
+
+
+def _with_modes_lifted(most: int, change: Callable[[], Any]) -> None:
+    """Change the stack under up to so many of its uppermost modes; torch's own have places apart, below all others."""
+    lifted: list[TorchDispatchMode] = []
+    try:
+        while len(lifted) < most and not hasattr(current_dispatch_mode(), "_mode_key"):
+            lifted.append(torch._C._pop_torch_dispatch_stack(None))
+        change()
+    finally:
+        for one in reversed(lifted):
+            torch._C._push_on_torch_dispatch_stack(one)
+        _count_modes()
+
+
+def _count_modes() -> None:
+    """Correct what torch notes of the modes: whether there are any, and in each what was so when it was entered."""
+    any_mode = any_user = any_compiling = False
+    for mode in dispatch_modes_on():
+        for name, value in (
+            ("old_dispatch_mode_flags", any_mode),
+            ("old_non_infra_dispatch_mode_flags", any_user),
+            ("old_without_ignore_compile_internals_dispatch_mode_flags", any_compiling),
+        ):
+            flags: Any = getattr(mode, name, ())
+            if len(flags) == 1:  # entered once, as modes are
+                flags[0] = value
+        any_mode = True
+        any_user |= not mode.is_infra_mode()
+        any_compiling |= not mode.ignore_compile_internals()
+    python_dispatch._is_in_torch_dispatch_mode = any_mode
+    python_dispatch._is_in_non_infra_torch_dispatch_mode = any_user
+    python_dispatch._is_in_any_mode_without_ignore_compile_internals = any_compiling
+    set_is_in_mode_without_ignore_compile_internals(any_compiling)
+
+
+Resize: TypeAlias = Callable[[Any, int], Any]
+"""Resizes a storage."""
+AroundResize: TypeAlias = Callable[[Resize, Any, int], Any]
+"""Given how a storage would be resized, the storage and its new size, resizes it."""
+
+
+class _ResizeWatchers:
+    """Whoever wants to know of storages that are resized, which is no kernel and seen by no mode.
+
+    The method is replaced while there is anybody: one replacement for all, since they do not end in order.
+    """
+
+    def __init__(self) -> None:
+        self.watchers: list[AroundResize] = []
+        self.plain: Resize = torch.UntypedStorage.resize_
+        watchers = self.watchers
+
+        def resize_(storage: Any, size: int) -> Any:
+            call = self.plain
+            for around in watchers:
+                call = partial(around, call)
+            return call(storage, size)
+
+        self.replaced = resize_
+
+    def add(self, around: AroundResize) -> None:
+        """From now on ``around`` resizes storages."""
+        if not self.watchers and torch.UntypedStorage.resize_ is not self.replaced:
+            self.plain = torch.UntypedStorage.resize_
+            torch.UntypedStorage.resize_ = self.replaced  # type: ignore[method-assign, assignment]
+        self.watchers.append(around)
+
+    def remove(self, around: AroundResize) -> None:
+        """No longer; nothing if it did not."""
+        self.watchers[:] = [one for one in self.watchers if one != around]
+        if not self.watchers and torch.UntypedStorage.resize_ is self.replaced:
+            torch.UntypedStorage.resize_ = self.plain  # type: ignore[method-assign, assignment]
+
+
+resize_watchers = _ResizeWatchers()
+
+
+def forget_unscaling(scalers: Iterable[torch.amp.GradScaler], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let GradScalers forget that they have unscaled gradients in these optimizers' step, which is begun anew."""
     keys = [id(optimizer) for optimizer in optimizers]
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.amp.GradScaler):
+    for scaler in scalers:
+        if scaler.is_enabled():
             for key in keys:
-                one._per_optimizer_states.pop(key, None)
+                scaler._per_optimizer_states.pop(key, None)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """The address of a random generator: a kernel's arguments are seen as other objects of the same."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler that this is called by, through whatever is between; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, torch.amp.GradScaler):
+                return scaler
+        frame = frame.f_back
+    return None
 
 
 def is_cast(tensor: Tensor, source: Tensor) -> bool:

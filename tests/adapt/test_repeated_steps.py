@@ -190,7 +190,7 @@ def test_numbers_in_an_optimizer() -> None:
 
 def away(rescue: Rescue) -> bool:
     """Send the optimizer's states to the host, as a step does that ends short of memory."""
-    rescue._enter()
+    rescue._retry.on()
     rescue.pager.page_out(float("inf"), set())
     return bool(rescue.pager.away)
 
@@ -228,7 +228,7 @@ def test_a_mode_of_somebody_else_is_not_taken_off() -> None:
         assert rescue.settle()
         case.model(case.x)
     assert counter.get_total_flops() > 0
-    assert current_dispatch_mode() is rescue._retry
+    assert current_dispatch_mode() is None
     rescue.remove()
     assert current_dispatch_mode() is not rescue._retry
 

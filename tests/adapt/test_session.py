@@ -169,25 +169,29 @@ TOO_LITTLE = 98 << 20
 
 
 @pytest.mark.slow
-def test_a_device_that_is_too_small_is_told_what_would_do_and_that_does() -> None:
-    def trained(capacity: int) -> Adaptive:
+@pytest.mark.parametrize("around", [False, True])
+def test_a_device_that_is_too_small_for_a_plan_goes_on_and_says_what_would_do(around: bool) -> None:
+    training = Training(**SCARCE)
+    expected = [training.step() for _ in range(8)]
+    del training
+
+    def trained(capacity: int) -> tuple[list[float], Adaptive]:
         gc.collect()
         training = Training(**SCARCE)
         tide.configure(capacity=capacity)
-        run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False)
-        try:
-            for _ in range(8):
-                run.step(training.step)
-        finally:
-            run.remove()
-        return run
+        with lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False) as run:
+            losses = [training.step() if around else run.step(training.step) or 0.0 for _ in range(8)]
+        return losses, run
 
-    with pytest.raises(lowtide.PlanError, match="nothing fits") as raised:
-        trained(TOO_LITTLE)
-    told = re.search(r"\((\d+) bytes\) works", str(raised.value))
+    losses, run = trained(TOO_LITTLE)
+    assert losses == expected
+    assert run.decided is not None
+    assert run.decided.policy is None
+    told = re.search(r"\((\d+) bytes\) works", run.decided.reason)
     assert told is not None
-    del raised  # it holds the model that did not fit
-    run = trained(int(told[1]))
+    del run  # it holds the model
+    losses, run = trained(int(told[1]))
+    assert losses == expected
     assert run.plan is not None
     assert run.plan.feasible
 

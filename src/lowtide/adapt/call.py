@@ -23,7 +23,7 @@ __all__ = ["adapt"]
 
 def adapt(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     budget: int | str = "auto",
     profiling_steps: int = PROFILING_STEPS,
@@ -42,6 +42,9 @@ def adapt(
     within ``budget`` is put to work. ``"auto"`` is all that the device gives. Where an allocation fails, tensors go to
     the host and the operator, or the step, is repeated, unless ``rescue`` is False. ``policy`` holds decisions that
     stay as they are. What was measured and planned is saved in ``directory``.
+
+    Pass every optimizer that steps, as a list if there are several. A model has one run: a second ``adapt`` of the same
+    model or optimizer, or of a part of it, removes the first and says so.
 
     Every rank of a process group calls this. In a pipeline ``model`` is the rank's part, or the list of its parts,
     ``pipeline`` says which layers are where, and ``stage`` which of them are here.
@@ -72,7 +75,7 @@ def adapt(
     terminal = import_module("lowtide.report.adapt")
     run = Adaptive(
         [model] if isinstance(model, nn.Module) else model,
-        [optimizer] if optimizer is not None else [],
+        [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer],
         settings,
         fixed=policy,
         layers=layers,
@@ -82,5 +85,9 @@ def adapt(
         say=terminal.say,
         report=terminal.print_report,
     )
-    run.start()  # whoever runs the steps, the first is to come through as well
+    try:
+        run.prepare()  # whoever runs the steps, the first is to come through as well
+    except BaseException:
+        run.remove()
+        raise
     return run

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from lowtide.adapt.settings import AdaptSettings
 from lowtide.cost.device import Device
-from lowtide.errors import PlanError
 from lowtide.plan.make import make_plan
 from lowtide.plan.pipeline import Pipeline
 from lowtide.plan.plan import Plan
@@ -76,16 +75,16 @@ def decide(
     settings: AdaptSettings,
     progress: Callable[[str], None] = lambda _: None,
     *,
-    must_fit: bool = True,
+    rescued: bool = True,
 ) -> Decided:
     """The fastest Policy within the budget.
 
-    A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. If
-    nothing fits the device itself, PlanError says how much would be enough; unless ``must_fit`` is False, and then no
-    Policy is given, for the rescue to try. A run that has come through so far, though memory was missing, is not
-    stopped: it goes on with what takes least.
+    A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. A
+    run that has come through so far is not stopped. If nothing fits the device itself, the reason says how much would
+    be enough, and there is no Policy: the rescue can offload more than any; if the run is not ``rescued``, every layer
+    is recomputed. Where memory was missing since, it goes on with what takes least.
     """
-    decided = _decide(situation, settings, progress, must_fit=must_fit)
+    decided = _decide(situation, settings, progress, rescued=rescued)
     if not situation.watching:
         return decided
     seconds = situation.watching * _operators(situation.trace, situation.pipeline)
@@ -96,7 +95,7 @@ def decide(
 
 
 def _decide(
-    situation: Situation, settings: AdaptSettings, progress: Callable[[str], None], *, must_fit: bool
+    situation: Situation, settings: AdaptSettings, progress: Callable[[str], None], *, rescued: bool
 ) -> Decided:
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
@@ -122,15 +121,14 @@ def _decide(
             policy = plan.policy
         reason = f"what was missing leaves {format_bytes(budget)}, too little for any plan: the Policy that takes least"
         return Decided(plan=plan, policy=policy, budget=budget, margin=margin, reason=reason, scarce=True)
-    if must_fit:
-        enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
-        raise PlanError(
-            f"the device gives this process {format_bytes(situation.capacity or 0)} and nothing fits: even the Policy"
-            f" that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; a capacity"
-            f" of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
-        )
-    reason = f"{format_bytes(budget)} are too little for any plan, {least}: tensors leave as they must"
-    return Decided(plan=plan, policy=None, budget=budget, margin=margin, reason=reason)
+    enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
+    what = "tensors leave as they must" if rescued else "every layer is recomputed"
+    reason = (
+        f"the device gives this process {format_bytes(situation.capacity or 0)}, too little for any plan: even the"
+        f" Policy that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; {what}."
+        f" A capacity of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
+    )
+    return Decided(plan=plan, policy=None if rescued else safe, budget=budget, margin=margin, reason=reason)
 
 
 def _operators(trace: Trace, pipeline: Pipeline) -> int:

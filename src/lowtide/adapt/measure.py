@@ -8,21 +8,22 @@ host meanwhile, so that a measured step needs the least memory of all. See [Note
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from lowtide._torch_private import insert_saved_tensors_hooks, remove_saved_tensors_hooks
 from lowtide.adapt.on_host import HostCopies
 from lowtide.errors import TraceError
-from lowtide.operators.kept import held_tensor
+from lowtide.operators.kept import Hold, held_tensor
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import Survey, surveying
@@ -72,6 +73,10 @@ class Measuring:
         self.timed = timed
         self.survey: Survey | None = None
         self.recorded: list[_Recorded] = []
+        self._hold: Hold | None = None
+        """How what the first step saves is held."""
+        self._phases: Phases | None = None
+        """Of the step that is recorded now."""
 
     @property
     def complete(self) -> bool:
@@ -95,33 +100,66 @@ class Measuring:
 
         A step that raises counts for nothing.
         """
-        with self._learning() if self.survey is None else self._recording():
-            yield
+        hooks: list[Any] = []
+        for optimizer in self.optimizers:
+            hooks.append(optimizer.register_step_pre_hook(self.optimizer_begins))
+            hooks.append(optimizer.register_step_post_hook(self.optimizer_ends))
+        try:
+            with self.prepared() as listening, listening():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
-    def _learning(self) -> Iterator[None]:
-        hold = HostCopies().hold
-        with saved_tensors_hooks(hold, held_tensor), surveying(self.model, layers=self.layers, hold=hold) as seen:
-            yield
+    def prepared(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """As :meth:`step`, for whoever tells of the optimizers' steps and cannot be around all of it.
+
+        Nothing but the model is touched before the context that the given function makes is entered, when the step's
+        first forward begins.
+        """
+        with self._learning() if self.survey is None else self._recording() as listening:
+            yield listening
+
+    def optimizer_begins(self, *_: Any) -> None:
+        """The step of an optimizer begins."""
+        if self._phases is not None:
+            self._phases.optimizer_begins()
+
+    def optimizer_ends(self, *_: Any) -> None:
+        """The step of an optimizer has ended."""
+        if self._phases is not None:
+            self._phases.optimizer_ends()
+
+    def take_off(self) -> None:
+        """Take off what an interrupt may have left on."""
+        if self._phases is not None:
+            self._phases.recorder.take_off()
+        if self._hold is not None:
+            remove_saved_tensors_hooks(self._hold)
+
+    @contextmanager
+    def _learning(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        hold = self._hold = HostCopies(at_once=False).hold
+        with surveying(self.model, layers=self.layers, hold=hold) as seen:
+            yield partial(_holding, hold)
         found = seen()
         if found.held.total:  # otherwise nothing has run, or nothing with gradients
             self.survey = found
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         layers = find_layers(self.model, self.layers).modules
-        recorder = Recorder(len(layers), hold=HostCopies().hold, device=device_of(self.model), timed=True)
-        phases = Phases(self.model, self.optimizers, recorder, last=self.last)
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()  # what ends when a cycle is found would end at another place in every step
+        copies = HostCopies(at_once=True)
+        device = device_of(self.model)
+        recorder = Recorder(len(layers), hold=copies.hold, written=copies.written, device=device, timed=True)
+        phases = self._phases = Phases(self.model, self.optimizers, recorder, last=self.last)
         try:
-            with places(self.model, layers, recorder), phases.following(), recorder.listening():
-                yield
+            with places(self.model, layers, recorder), phases.following():
+                yield partial(_uncollected, recorder)
         finally:
-            if collecting:
-                gc.enable()
-        if phases.whole:
+            self._phases = None
+        if phases.whole and phases.told:
             change_in_place(recorder)
             self.recorded.append(_Recorded(recorder, phases.given))
 
@@ -150,6 +188,30 @@ class Measuring:
             batch={"samples": samples, "tokens": tokens} if samples else {},
         )
         return replace(trace, notes=(*trace.notes, *(() if alike else (_NOT_ALIKE,))))
+
+
+@contextmanager
+def _holding(hold: Hold) -> Iterator[None]:
+    """Hold what is saved for backward."""
+    try:
+        insert_saved_tensors_hooks(hold, held_tensor)
+        yield
+    finally:
+        remove_saved_tensors_hooks(hold)
+
+
+@contextmanager
+def _uncollected(recorder: Recorder) -> Iterator[None]:
+    """Record, without the garbage collector: what ends when it finds a cycle would end elsewhere in every step."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with recorder.listening():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 _NOT_ALIKE = (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import forget_unscaling, inner_tensor, version_of
-from lowtide.adapt.randomness import ProcessGenerators
+from lowtide._torch_private import forget_unscaling, generator_key, inner_tensor, version_of
+from lowtide.adapt.attributes import Attributes
+from lowtide.adapt.randomness import Generators, ProcessGenerators
 from lowtide.errors import RescueError
 
 __all__ = ["Beginning", "Repeat"]
@@ -35,17 +37,31 @@ class _Optimizer(NamedTuple):
 
 
 class Beginning:
-    """What a step began with: generators, parameters, gradients, buffers, and the optimizers' states."""
+    """What a step began with: generators, parameters, gradients, buffers, attributes, and the optimizers' states."""
 
     def __init__(
-        self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], changing: frozenset[str] | None
+        self,
+        model: nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        changing: frozenset[str] | None,
+        drawn: Iterable[torch.Generator] = (),
     ) -> None:
-        """``changing`` names the buffers that steps were seen to change; None: nothing was seen yet."""
+        """``changing`` names the buffers that steps were seen to change; None: nothing was seen yet.
+
+        ``drawn`` are generators of their own that steps were seen to draw from.
+        """
         self.generators = ProcessGenerators.now()
+        self.own = {generator_key(one): (one, one.get_state()) for one in drawn}
+        """Generators that the step may draw from beside those, and their states before it did."""
+        self.drawn: set[int] = set()
+        """Those that it was seen to draw from."""
         of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
         parameters = {id(one): one for one in [*model.parameters(), *of_optimizers]}.values()
         self.parameters = [(parameter, version_of(parameter)) for parameter in parameters]
         self.gradients = [(parameter, _noted(parameter.grad)) for parameter in parameters]
+        self.kept = [parameter for parameter, noted in self.gradients if noted is not None]
+        """Parameters whose gradients the step was not yet seen to drop."""
+        self.attributes = Attributes(model)
         self.places = [
             (module, name, buffer)
             for module in model.modules()
@@ -60,6 +76,19 @@ class Beginning:
         }
         self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
         self.begun: list[_Optimizer] = []
+
+    # While the step runs.
+
+    def drawn_from(self, generators: Generators) -> None:
+        """The step draws from generators, whose states are still those from before."""
+        for one, state in generators.states:
+            key = generator_key(one)
+            self.own.setdefault(key, (one, state))
+            self.drawn.add(key)
+
+    def look_at_gradients(self) -> None:
+        """See which gradients the step has dropped, as ``zero_grad()`` does; called where that is done by now."""
+        self.kept = [parameter for parameter in self.kept if parameter.grad is not None]
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what an optimizer has apart from tensors that it writes into, such as a number of steps."""
@@ -80,15 +109,20 @@ class Beginning:
             or (compared and name in self.copies and not torch.equal(inner_tensor(buffer).cpu(), self.copies[name]))
         )
 
-    def restore(self) -> None:
-        """Set everything back."""
+    # Afterwards.
+
+    def restore(self, scalers: Iterable[torch.amp.GradScaler] = ()) -> None:
+        """Set everything back; RescueError if something cannot be."""
         for parameter, version in self.parameters:
             if version_of(parameter) != version:
                 raise RescueError(
                     f"the step cannot be repeated: it has changed a parameter of shape {tuple(parameter.shape)} before"
                     " it ran out of memory; begin again from the last checkpoint"
                 )
+        for one, state in self.own.values():
+            one.set_state(state)
         self.generators.restore()
+        self.attributes.restore()
         for module, name, buffer in self.places:
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer  # the step had put another there
@@ -101,25 +135,34 @@ class Beginning:
                     f"the step cannot be repeated: it was the first to change the buffer {name!r}, of which there is no"
                     " copy; begin again from the last checkpoint"
                 )
+        self._restore_gradients()
+        for optimizer, known in self.states:
+            for begun in set(optimizer.state) - known:
+                del optimizer.state[begun]  # begun, perhaps not finished; nothing was done with it yet
+        for optimizer, states, groups in reversed(self.begun):
+            for parameter, noted_state in states.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(noted_state)
+            for group, noted_group in zip(optimizer.param_groups, groups, strict=True):
+                group.update(noted_group)
+        self.begun.clear()
+        forget_unscaling(scalers, (optimizer for optimizer, _ in self.states))
+
+    def _restore_gradients(self) -> None:
+        self.look_at_gradients()
+        kept = {id(parameter) for parameter in self.kept}
         for parameter, noted in self.gradients:
             gradient = None if noted is None else noted.reference()
-            if noted is not None and gradient is not None and version_of(gradient) != noted.version:
+            added_to = noted is not None and gradient is not None and version_of(gradient) != noted.version
+            if added_to or (noted is not None and gradient is None and id(parameter) in kept):
                 raise RescueError(
                     "the step cannot be repeated: it has added to gradients that were there when it began; give the"
                     " whole step to run(), from zero_grad(set_to_none=True) to the optimizer's step"
                 )
             parameter.grad = gradient
-        for optimizer, known in self.states:
-            for begun in set(optimizer.state) - known:
-                del optimizer.state[begun]  # begun, perhaps not finished; nothing was done with it yet
-        for optimizer, states, groups in reversed(self.begun):
-            for parameter, state in states.items():
-                optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(state)
-            for group, noted_group in zip(optimizer.param_groups, groups, strict=True):
-                group.update(noted_group)
-        self.begun.clear()
-        forget_unscaling(optimizer for optimizer, _ in self.states)
+        self.kept = [
+            parameter for parameter, noted in self.gradients if noted is not None and parameter.grad is not None
+        ]
 
 
 def _noted(gradient: Tensor | None) -> _Gradient | None:

@@ -19,27 +19,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch_private import (
+    calling_scaler,
     current_backward,
-    current_dispatch_mode,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
+    insert_saved_tensors_hooks,
+    remove_saved_tensors_hooks,
     storage_key,
 )
 from lowtide.adapt.counts import Counts
 from lowtide.adapt.handles import Book
 from lowtide.adapt.paging import Pager
+from lowtide.adapt.randomness import Generators
 from lowtide.adapt.repeat import Beginning, Repeat
 from lowtide.adapt.retry import Retry
 from lowtide.errors import ModelError, RescueError
+from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
 from lowtide.operators.wrappers import Hook
 from lowtide.out_of_memory import is_out_of_memory, missing_bytes
@@ -86,9 +90,15 @@ class Rescue:
         self.book = Book(smallest, self.counts)
         self.pager = Pager(optimizers, smallest, self.book.lock, self.counts)
         self._retry = Retry(self, multiple)
-        self._entered = False
-        """Whether the mode is on."""
+        self._hooks = self.book.keep
+        """What is on torch's stack of hooks."""
         self._inside = self._spoilt = self._agreed = False
+        self._scalers: WeakSet[torch.amp.GradScaler] = WeakSet()
+        """Those that were seen to work for these optimizers."""
+        self._drawn: tuple[torch.Generator, ...] = ()
+        """Generators of their own that steps draw from."""
+        self._foreign = ""
+        """An optimizer that stepped and is not one of ours."""
         self._beginning: Beginning | None = None
         self._ceiling: int | None = None
         """A watermark for a step that is begun anew."""
@@ -112,22 +122,28 @@ class Rescue:
                 optimizer.register_state_dict_pre_hook(self._before_saving),
             )
         ]
-        self._on_optimizers.append(model.register_state_dict_pre_hook(Hook(self._before_saving)))  # type: ignore[no-untyped-call]
+        self._on_model = [model.register_state_dict_pre_hook(Hook(self._before_saving))]  # type: ignore[no-untyped-call]
+        for part in model if isinstance(model, nn.ModuleList) else [model]:
+            self._on_model.append(part.register_forward_pre_hook(Hook(self._model_begins)))
+            self._on_model.append(part.register_forward_hook(Hook(self._model_ends)))
 
     # What a user calls.
 
-    def run(self, step: Callable[[], T]) -> T:
-        """Run a step; where nothing else helps, run it again from its start."""
-        beginning = self._beginning = Beginning(self.model, self.optimizers, self._changing)
-        self._retry.wrote = False
+    def run(self, step: Callable[[], T], around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> T:
+        """Run a step; where nothing else helps, run it again from its start. ``around`` is around each attempt."""
+        beginning = self._beginning = Beginning(self.model, self.optimizers, self._changing, self._drawn)
+        self._retry.wrote, self._foreign = False, ""
+        watch = register_optimizer_step_pre_hook(self._any_optimizer_steps)
         why = ""
         try:
             for _ in range(ATTEMPTS):
                 try:
-                    with self._watching():
+                    with around(), self._watching():
                         result = step()
                     changed = beginning.changed(compared=self._changing is None)
                     self._changing = (self._changing or frozenset()) | changed
+                    if self.armed:
+                        self._drawn = tuple(beginning.own[key][0] for key in beginning.drawn)
                     return result
                 except (Repeat, RuntimeError) as error:
                     cause = _want_of_memory(error)
@@ -143,6 +159,7 @@ class Rescue:
                     del cause  # it holds what the step had made
                 self._prepare_to_repeat(beginning, why)
         finally:
+            watch.remove()
             self._ceiling = self._beginning = None
         least = f"; at least {format_bytes(self._needed)} are needed, and maybe more further on" if self._needed else ""
         raise RescueError(
@@ -158,35 +175,36 @@ class Rescue:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch over all that runs inside, without the third line of defence."""
-        try:
-            with self._watching():
-                yield
-        except Repeat as request:
-            raise RescueError(f"{request}: the step is spoilt, and only run() can repeat it") from None
+        """Watch over all that runs inside, without the third line of defence: a spoilt step is a RescueError."""
+        with self._watching():
+            yield
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        armed, self._inside, self._spoilt, self._agreed = self.armed, True, False, False
-        self.settle()
-        if armed:
-            self.book.static = frozenset(storage_key(one) for one in [*self.model.parameters(), *self.model.buffers()])
-            self._enter()
-            push_saved_tensors_hooks(self.book.keep, unpack)
-            for applied in self._applied:  # its hooks are the inner ones
-                applied.manager.keep = self.book.keep
+        self._inside, self._spoilt, self._agreed = True, False, False
         try:
+            self.settle()
+            if self.armed:
+                known = [*self.model.parameters(), *self.model.buffers()]
+                self.book.static = frozenset(storage_key(one) for one in known)
+                self._retry.on()
+                insert_saved_tensors_hooks(self._hooks, unpack)
+                for applied in self._applied:  # its hooks are the inner ones
+                    applied.manager.keep = self.book.keep
             yield
             if not self._agreed:  # no optimizer has stepped
                 self._agree()
         finally:
-            for applied in self._applied:
-                applied.manager.keep = None
-            if armed:
-                pop_saved_tensors_hooks()
-            self._inside, self.pager.stepping = False, None
-            self.pager.made.clear()
-            self.settle()
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Take off what is on for a step; nothing if none runs. An interrupt may have left some of it."""
+        for applied in self._applied:
+            applied.manager.keep = None
+        remove_saved_tensors_hooks(self._hooks)
+        self._inside, self.pager.stepping = False, None
+        self.pager.made.clear()
+        self.settle()
 
     def follow(self, applied: Applied) -> None:
         """What a Policy keeps can leave as well."""
@@ -214,7 +232,7 @@ class Rescue:
 
     def seconds_per_operator(self, calls: int = 100) -> float:
         """What watching an operator costs on the host, tried out here and now; 0 if that cannot be told."""
-        if self._entered:
+        if self._inside or self.pager.away:
             return 0.0
         one = torch.empty(1)
 
@@ -225,25 +243,47 @@ class Rescue:
             return (perf_counter() - begin) / calls
 
         plain = min(seconds() for _ in range(3))
-        with self._retry:
+        self._retry.on()
+        try:
             watched = min(seconds() for _ in range(3))
+        finally:
+            self._retry.off()
         return max(0.0, watched - plain)
 
     def settle(self) -> bool:
         """Bring back what is paged out; whether there was room for it all. The mode stays on if not."""
         done = not self.pager.away or self.pager.page_in_all()
-        # Somebody may have put a mode on top of ours since: then it stays until that has gone.
-        if done and self._entered and not (self._inside and self.armed) and current_dispatch_mode() is self._retry:
-            self._entered = False
-            self._retry.__exit__(None, None, None)
+        if done and not (self._inside and self.armed):
+            self._retry.off()
         return done
 
     def remove(self) -> None:
-        """Leave the model and the optimizers as they were."""
+        """Leave the model and the optimizers as they were.
+
+        RescueError if there is no room on the device for all of them: what is still on the host then comes back when it
+        is read, as in a step, and ``remove()`` can be called again when there is.
+        """
         self.disarm()
-        self.settle()
-        for hook in self._on_optimizers:
+        self.end_step()
+        if self.pager.away:
+            self.book.evict(float("inf"))
+            gc.collect()
+            torch.accelerator.empty_cache()
+            if not self.settle():
+                raise RescueError(f"{self._away()}; free memory of the device and call remove() again")
+        for hook in [*self._on_optimizers, *self._on_model]:
             hook.remove()
+
+    def _away(self) -> str:
+        """What is on the host, and cannot be brought back."""
+        away = self.pager.away
+        size = format_bytes(sum(one.host.nbytes for one in away.values()))
+        names = [name for name, one in self.model.named_parameters() if storage_key(one) in away]
+        some = f", among them {', '.join(names[:3])}{', …' if len(names) > 3 else ''}," if names else ""
+        return (
+            f"{len(away)} parameters, gradients or optimizer states ({size}){some} are on the host, and there is no"
+            " room on the device to bring them back"
+        )
 
     # What the mode asks for.
 
@@ -262,7 +302,27 @@ class Rescue:
         if not self._inside:
             raise RescueError(f"{reason}, outside of a step; leave more memory")
         if self.ranks == 1 or self._agreed:
-            raise Repeat(reason)
+            raise self._request(reason)
+
+    def _request(self, reason: str) -> Exception:
+        """What is raised through a step that is spoilt."""
+        if self._beginning is not None:
+            return Repeat(reason)
+        return RescueError(
+            f"{reason}: the step is spoilt, and nobody can repeat a step of your own loop; give whole steps to"
+            " run.step(...), or leave more memory"
+        )
+
+    def drawn_from(self, generators: Generators) -> None:
+        """An operator is about to draw random numbers."""
+        if self._beginning is not None:
+            self._beginning.drawn_from(generators)
+
+    def unscaled(self) -> None:
+        """A GradScaler is about to unscale gradients, or to let an optimizer step."""
+        scaler = calling_scaler()
+        if scaler is not None:
+            self._scalers.add(scaler)
 
     def give_up(self, operator: str, missing: int) -> None:
         """There is no more room to be made for an operator: should the step be repeated, leave more room before it."""
@@ -282,9 +342,42 @@ class Rescue:
             self.counts.watermark += 1
             self.counts.note(f"{format_bytes(excess)} above the watermark: {format_bytes(freed)} left")
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _model_begins(self, model: nn.Module, args: Any) -> None:
+        if self._beginning is not None:
+            self._beginning.look_at_gradients()
+
+    def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        beginning = self._beginning
+        if beginning is not None and beginning.kept:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:  # where backward begins, gradients of the step before have been dropped
+                    tensor.register_hook(lambda _: beginning.look_at_gradients())  # type: ignore[no-untyped-call]
+
+    def _any_optimizer_steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is one for one in self.optimizers):
+            self._foreign = type(optimizer).__name__
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._optimizer_begins(optimizer)
+            return None
+
+        def closed() -> Any:
+            # The step's forward and backward, or one of several: the optimizer has not begun, or rests meanwhile.
+            self.pager.stepping = None
+            result = closure()
+            self._optimizer_begins(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closed}
+        return (args[0], closed, *args[2:]), kwargs
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._inside:
             return
+        self.unscaled()
         if current_backward() != -1:  # on autograd's thread, where a mode would not last: it is not watched
             self._retry.wrote = True
             return
@@ -293,7 +386,7 @@ class Rescue:
         if self._beginning is not None:
             self._beginning.optimizer_begins(optimizer)
         self.pager.stepping = optimizer
-        self._enter()
+        self._retry.on()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside:
@@ -305,10 +398,7 @@ class Rescue:
 
     def _before_saving(self, *_: Any) -> None:
         if not self.settle():
-            raise RescueError(
-                f"{len(self.pager.away)} parameters, gradients or optimizer states are on the host, and there is no"
-                " room to bring them back, so they cannot be saved now; leave more memory"
-            )
+            raise RescueError(f"{self._away()}, so they cannot be saved now; leave more memory")
 
     def _agree(self) -> None:
         """Begin the step anew if it is spoilt on any rank. All ranks come here at the same place."""
@@ -318,9 +408,14 @@ class Rescue:
         spoilt = torch.tensor(int(self._spoilt))
         dist.all_reduce(spoilt, dist.ReduceOp.MAX, self.group)
         if spoilt.item():
-            raise Repeat("a step is spoilt on a rank")
+            raise self._request("an operator of a rank ran out of memory and may have written")
 
     def _prepare_to_repeat(self, beginning: Beginning, why: str) -> None:
+        if self._foreign:
+            raise RescueError(
+                f"{why}, and the step cannot be repeated: {self._foreign} has stepped in it, which lowtide was not told"
+                " of; pass every optimizer of the step: adapt(model, [first, second])"
+            )
         if self._retry.wrote:
             raise RescueError(
                 f"{why} after the optimizer had begun to change parameters, so the step cannot be repeated; leave more"
@@ -328,15 +423,10 @@ class Rescue:
             )
         gc.collect()
         torch.accelerator.empty_cache()
-        beginning.restore()
+        beginning.restore(self._scalers)
         self.arm()
         self.counts.repeated += 1
         self.counts.note(f"the step was begun anew: {why}")
-
-    def _enter(self) -> None:
-        if not self._entered:
-            self._entered = True
-            self._retry.__enter__()
 
 
 def _want_of_memory(error: BaseException | None) -> BaseException | None:

@@ -12,7 +12,7 @@ is out of memory nothing that it made is left, and it can be run again, if
 - it is no collective: the others may have taken part already. What it fills is allocated before, by whoever calls it.
   The functional ones allocate what they give back themselves, before anything is sent: these are repeated.
 
-FSDP makes room for gathered parameters by resizing storages, which is no kernel: that is watched where it is called.
+FSDP makes room for gathered parameters by resizing storages, which is no kernel: that is watched apart.
 
 A tensor subclass takes itself apart first; its plain tensors come here. Inside the handler the mode is off.
 """
@@ -20,15 +20,25 @@ A tensor subclass takes itself apart first; its plain tensors come here. Inside 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lowtide._torch_private import COLLECTIVE_NAMESPACES, PLAIN, TorchDispatchMode, written_arguments
+from lowtide._torch_private import (
+    COLLECTIVE_NAMESPACES,
+    PLAIN,
+    TorchDispatchMode,
+    dispatch_modes_on,
+    insert_dispatch_mode,
+    remove_dispatch_mode,
+    resize_watchers,
+    written_arguments,
+)
 from lowtide.adapt.counts import Counts
 from lowtide.adapt.paging import Pager, touched_by
 from lowtide.adapt.randomness import Generators
+from lowtide.operators.formulas import Formulas, has_two_formulas
 from lowtide.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.units import format_bytes
 
@@ -50,6 +60,12 @@ class Defence(Protocol):
     def give_up(self, operator: str, missing: int) -> None:
         """There is no more room to be made for an operator."""
 
+    def drawn_from(self, generators: Generators) -> None:
+        """An operator is about to draw random numbers."""
+
+    def unscaled(self) -> None:
+        """A GradScaler is about to unscale gradients."""
+
 
 class _Nature(NamedTuple):
     """What has to be known of an operator, in order to repeat it."""
@@ -64,6 +80,10 @@ class _Nature(NamedTuple):
     """Whether it does not read what it writes into."""
     in_parts: bool
     """Whether it does the same to each tensor of its lists."""
+    two_formulas: bool = False
+    """Whether its backward is another one under a mode."""
+    unscales: bool = False
+    """Whether a GradScaler unscales gradients by it."""
     simple: bool = False
     """Whether it only makes new tensors, out of nothing but its arguments."""
 
@@ -78,33 +98,35 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By operator; operators are there for good, and hashing one takes longer than its address."""
         self.wrote = False
         """Whether an optimizer's step has begun to write."""
+        self.formulas = Formulas(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # it costs as much as all the rest here, and where the mode is on nothing is compiled
 
-    def __enter__(self) -> Retry:
-        plain = self._plain_resize = torch.UntypedStorage.resize_
+    def on(self) -> None:
+        """Watch operators, at the bottom of the modes, and storages that are resized."""
+        if not any(one is self for one in dispatch_modes_on()):
+            resize_watchers.add(self._resize)
+            insert_dispatch_mode(self)
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            try:
-                return plain(storage, size)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = error.with_traceback(None)
-            nature = _Nature(random=False, collective=False, writes=False, overwrites=False, in_parts=False)
-            call = _Call(plain, (storage, size), {}, nature, {storage._cdata})
-            self._again(call, None, failure)
-            return call.result
+    def off(self) -> None:
+        """Watch no longer; nothing if we did not."""
+        remove_dispatch_mode(self)
+        resize_watchers.remove(self._resize)
+        self.formulas.settle()
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+    def _resize(self, resize: Callable[[Any, int], Any], storage: Any, size: int) -> Any:
+        try:
+            return resize(storage, size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)
+        nature = _Nature(random=False, collective=False, writes=False, overwrites=False, in_parts=False)
+        call = _Call(resize, (storage, size), {}, nature, {storage._cdata})
+        self._again(call, None, failure)
+        return call.result
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,6 +135,8 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
                 return NotImplemented
             return func(*args, **(kwargs or {}))  # imagined tensors, by which DTensor finds out about shapes
+        if self.formulas.results:
+            self.formulas.settle()
         nature = self.natures.get(id(func)) or self._learn(func)
         pager = self.defence.pager
         if nature.simple and not pager.away and pager.stepping is None:
@@ -126,12 +150,18 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             call = _Call(func, args, kwargs or {}, nature)
             generators = Generators.now((*args, *call.kwargs.values())) if nature.random else None
+            if generators is not None:
+                self.defence.drawn_from(generators)
+            if nature.unscales:
+                self.defence.unscaled()
             failure = self._run(call)
         if failure is not None:
             self._again(call, generators, failure)
         if pager.stepping is not None:
             self.wrote |= nature.writes
             pager.note(call.result)
+        if nature.two_formulas:
+            self.formulas.note(call.result)
         return call.result
 
     def _learn(self, func: Any) -> _Nature:
@@ -253,8 +283,12 @@ def _nature(func: Any) -> _Nature:
         writes=bool(written) or name in _WRITING_UNSAID,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
+        two_formulas=has_two_formulas(func),
+        unscales=name == "_amp_foreach_non_finite_check_and_unscale_",
     )
-    return nature._replace(simple=not (nature.random or nature.collective or nature.writes))
+    return nature._replace(
+        simple=not (nature.random or nature.collective or nature.writes or nature.two_formulas or nature.unscales)
+    )
 
 
 _TORCHS_OWN = {"aten", "prim", "prims", *COLLECTIVE_NAMESPACES}

@@ -11,17 +11,22 @@ Where batches have lengths, there is a plan for each length that comes, rounded 
 batch longer than anything that is known is run as a measured step.
 
 A Policy changes no value, so it does not matter to the training when the switch comes.
+
+Nothing but the model and its optimizers is touched before a step begins. For the steps of somebody's own loop see
+[Note: steps of somebody's own loop]. What all ranks decide together is decided at the end of a step, where every rank
+comes: a pipeline's later stages are called only when the first has been.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -31,15 +36,15 @@ from lowtide.adapt.clock import Clock
 from lowtide.adapt.decide import Decided, Situation, decide, safe_policy
 from lowtide.adapt.journal import Journal
 from lowtide.adapt.lengths import Lengths
+from lowtide.adapt.loop import Loop, unwrapped
 from lowtide.adapt.machine import link_of
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
 from lowtide.adapt.ranks import Ranks
 from lowtide.adapt.record import AdaptRecord, AdaptStep, Kind, Phase
 from lowtide.adapt.rescue import Rescue
 from lowtide.adapt.settings import AdaptSettings
-from lowtide.adapt.stepped import Stepped
 from lowtide.adapt.watch import PATIENT, Watch
-from lowtide.errors import LowtideError, PolicyError
+from lowtide.errors import LowtideError, PolicyError, RescueError
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.plan.pipeline import Pipeline, even_pipeline
@@ -56,6 +61,15 @@ Result = TypeVar("Result")
 
 FIRST_MEASURED = 2
 """The first step makes the optimizer's states, and is not like the others."""
+UNCALLED = 3
+"""Steps in which the model was not called before that is said."""
+UNENDED = 100
+"""Calls of the model, none of whose steps has ended, before that is said."""
+FRUITLESS = 5
+"""Steps that could not be measured before it is given up."""
+
+_RUNS: WeakSet[Adaptive] = WeakSet()
+"""Those that were not removed. A model has one: of two, each would take the other's work for the model's."""
 
 
 class _Ended(NamedTuple):
@@ -69,7 +83,7 @@ class _Ended(NamedTuple):
     rescued: int
 
 
-class _BrokenOff(Exception):  # noqa: N818  nothing is wrong: it ends what stands around a step
+class _BrokenOff(Exception):  # noqa: N818  nothing is wrong: it ends what is around a step
     """A step does not come to its end."""
 
 
@@ -90,16 +104,16 @@ class Adaptive:
         say: Callable[[str], None] = logger.info,
         report: Callable[[Plan], None] | None = None,
     ) -> None:
-        self.parts, self.optimizers = tuple(parts), tuple(optimizers)
+        self.parts, self.optimizers = tuple(parts), tuple(map(unwrapped, optimizers))
         self.settings = settings or AdaptSettings()
         self.fixed, self.layers = fixed, layers
-        self.clock = Clock(next((one.device for part in parts for one in part.parameters()), torch.device("cpu")))
+        self.clock = Clock(_device_of(self.parts))
         self.ranks = Ranks(stage)
         self.journal = Journal(
             directory,
             say,
             report,
-            self.clock.capacity,
+            lambda: self.clock.capacity(),
             verbose=self.settings.verbose,
             first=self.ranks.first,
         )
@@ -120,15 +134,6 @@ class Adaptive:
             for part, chunk in zip(self.parts, self.chunks, strict=True)
         ]
         self.rescue: Rescue | None = None
-        if self.settings.rescue and self.clock.device.type != "cpu":
-            self.rescue = Rescue(
-                self.parts[0] if len(self.parts) == 1 else nn.ModuleList(self.parts),
-                self.optimizers,
-                smallest=self.settings.smallest,
-                multiple=self.settings.multiple,
-                group=self.ranks.all.group,
-                layers=layers if len(self.parts) == 1 else None,
-            )
         self.safe = safe_policy(self.total, fixed)
         self.policy = self.safe
         self.lengths = Lengths()
@@ -152,10 +157,66 @@ class Adaptive:
         """The most that was allocated in a step under the safe Policy."""
         self._begin: Any = None
         self._pending: _Ended | None = None
-        self._open: ExitStack | None = None
-        self._step: Stepped | None = None
-        if self.rescue is not None:
-            self.rescue.arm()
+        self._around = ExitStack()
+        """What is around the next step of somebody's own loop, or the one that runs, and touches only the model."""
+        self._listening: list[Callable[[], AbstractContextManager[None]]] = []
+        """Makes what is on while it runs."""
+        self._running: ExitStack | None = None
+        """What is on; None if no such step runs."""
+        self._entered = False
+        """Whether optimizers end such steps."""
+        self._own_loop = False
+        """Whether steps are somebody's own, so that nobody can repeat one."""
+        self._in_call = False
+        """Whether a step runs that was given to us."""
+        self._called = False
+        """Whether the model was called in it."""
+        self._calls = self._uncalled = self._fruitless = self._seen = 0
+        self._compact = False
+        """Whether the next step is to begin with memory as a plan has it."""
+        replaced = [other for other in _RUNS if other._overlaps(self)]
+        for other in replaced:
+            other.remove()
+        if replaced:
+            self._say("warned", "an earlier adapt() of the same model or optimizer was removed: this one replaces it")
+        self._make_rescue()
+        self._loop = Loop(self.parts, self.optimizers, self)
+        _RUNS.add(self)
+
+    def _overlaps(self, other: Adaptive) -> bool:
+        """Whether two runs have a module or an optimizer in common."""
+        mine, theirs = (
+            {id(one) for part in run.parts for one in part.modules()} | {id(one) for one in run.optimizers}
+            for run in (self, other)
+        )
+        return not mine.isdisjoint(theirs)
+
+    def _make_rescue(self) -> None:
+        if not self.settings.rescue or self.clock.device.type == "cpu":
+            return
+        self.rescue = Rescue(
+            self.parts[0] if len(self.parts) == 1 else nn.ModuleList(self.parts),
+            self.optimizers,
+            smallest=self.settings.smallest,
+            multiple=self.settings.multiple,
+            group=self.ranks.all.group,
+            layers=self.layers if len(self.parts) == 1 else None,
+        )
+        self.rescue.arm()
+        for handle in self.handles:
+            self.rescue.follow(handle)
+
+    def _locate(self) -> None:
+        """Before the first step: the model may have been moved to its device since."""
+        device = _device_of(self.parts)
+        if device != self.clock.device and self.rescue is None:
+            self.clock = Clock(device)
+            self._make_rescue()
+        if self.settings.rescue and device.type == "cpu" and torch.accelerator.is_available():
+            self._say(
+                "warned",
+                "the model is on the CPU, where nothing is rescued; move it to its device before its first step",
+            )
 
     # Steps.
 
@@ -167,41 +228,51 @@ class Adaptive:
         always the same: then each length has its plan. Without ``run`` this says that a step of one's own has ended.
         """
         if run is None:
-            self._close()
-            self.start()
+            self._end_own_step()
             return None
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        self._break_off()
+        self._own_loop = False
+        if not self.number:
+            self._locate()
         self._before(tokens or 0)
-        result = self.rescue.run(self._attempts(run)) if self.rescue is not None else self._attempt(run)
+        self._start_clock()
+        self._in_call, self._called = True, False
+        try:
+            attempts = self._attempts()
+            if self.rescue is not None:
+                result = self.rescue.run(run, attempts)
+            else:
+                with attempts():
+                    result = run()
+        except BaseException:
+            self._take_off()
+            raise
+        finally:
+            self._in_call = False
         self._after()
+        self._note_calls(self._called)
         return result
 
-    def _attempts(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """The step under its Policy; should it be begun anew, under none: what a layer recomputes could not leave."""
+    def _attempts(self) -> Callable[[], AbstractContextManager[None]]:
+        """What is around a step; one that is begun anew has no Policy: what a layer recomputes could not leave."""
         begun = False
 
-        def attempt() -> Result:
+        @contextmanager
+        def attempt() -> Iterator[None]:
             nonlocal begun
             if begun:
                 self._use(None)
             begun = True
-            return self._attempt(run)
+            with ExitStack() as stack:
+                for listening in self._prepared(stack):
+                    stack.enter_context(listening())
+                yield
 
         return attempt
 
-    def _attempt(self, run: Callable[[], Result]) -> Result:
-        with self._around():
-            return run()
-
-    @contextmanager
-    def _around(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.measured:
-                for one in self.measuring:
-                    stack.enter_context(one.step())
-            yield
+    def _prepared(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
+        """Prepare the model for being measured, if it is to be; what has to be entered when it is called."""
+        return [stack.enter_context(one.prepared()) for one in self.measuring] if self.measured else []
 
     def _before(self, tokens: int) -> None:
         self._settle()
@@ -216,6 +287,8 @@ class Adaptive:
             self._use(None if self.measured else self.safe)
         if self.rescue is not None:
             self._arm(self.rescue)
+
+    def _start_clock(self) -> None:
         self.clock.reset_peak()
         self._begin = self.clock.now()
 
@@ -229,7 +302,7 @@ class Adaptive:
     @property
     def _can_repeat(self) -> bool:
         """Whether this process can repeat a step that failed, so that nothing has to be armed for that."""
-        return self.ranks.all.alone and self._open is None
+        return self.ranks.all.alone and not self._own_loop
 
     @property
     def _bucket(self) -> int:
@@ -242,7 +315,7 @@ class Adaptive:
         return self.number < self.settings.profiling_steps or not self.lengths.traces
 
     def _is_measured(self) -> bool:
-        if self.number + 1 < min(FIRST_MEASURED, self.settings.profiling_steps):
+        if self.number + 1 < min(FIRST_MEASURED, self.settings.profiling_steps) or self._fruitless >= FRUITLESS:
             return False
         return self.lengths.wanted(self.tokens) if self.tokens else not self.lengths.traces
 
@@ -281,6 +354,15 @@ class Adaptive:
 
     def _look(self) -> None:
         """A measured step has ended: take its Trace if it is complete."""
+        seen = sum(len(one.recorded) + (one.survey is not None) for one in self.measuring)
+        self._fruitless = 0 if seen != self._seen else self._fruitless + 1
+        self._seen = seen
+        if self._fruitless == FRUITLESS:
+            self._say(
+                "warned",
+                f"{FRUITLESS} steps could not be measured: in none of them the model's forward and backward were seen,"
+                " or hooks of your own held what it saved; every layer stays recomputed",
+            )
         if not all(one.complete for one in self.measuring):
             return
         trace = self.ranks.trace([one.trace() for one in self.measuring], self.pipeline)
@@ -291,6 +373,7 @@ class Adaptive:
         for one, kinds in zip(self.measuring, self.kinds, strict=True):
             kinds |= one.kinds()
             one.begin_anew()
+        self._seen = -1
 
     # The plan.
 
@@ -325,8 +408,7 @@ class Adaptive:
         failed: LowtideError | None = None
         if self.ranks.first:
             try:
-                # One batch that is too long for the device is no reason to stop while the rescue may bring it through.
-                decided = decide(situation, self.settings, must_fit=not bucket or self.rescue is None)
+                decided = decide(situation, self.settings, rescued=self.rescue is not None)
             except LowtideError as error:
                 failed = error
         if (failed := self.ranks.all.from_first(failed)) is not None:
@@ -348,14 +430,8 @@ class Adaptive:
         """Begin the next step with memory as a plan has it: when its first forward begins, old gradients are gone."""
         if self.rescue is None:
             self.clock.empty_cache()  # segments of the steps before have other sizes
-            return
-        pager = self.rescue.pager
-
-        def compact(*_: Any) -> None:
-            hook.remove()
-            pager.compact()
-
-        hook = self.parts[0].register_forward_pre_hook(compact)
+        else:
+            self._compact = True
 
     def _use(self, policy: Policy | None) -> None:
         """Put a Policy to work in place of the one that is, or none."""
@@ -407,53 +483,143 @@ class Adaptive:
         """What happened so far."""
         return self.journal.record
 
-    # Around a loop.
+    # Somebody's own loop.
 
     def __enter__(self) -> Adaptive:
-        if self.optimizers:
-            self._step = stepped = Stepped(self.optimizers[-1], self._ended)
-            stepped.attach()
-        if self._open is None:
-            self.start()
+        self._entered = self._own_loop = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._open is not None and error is None:
-            self._open.close()
-            self._open = None
-        self.remove()
+        try:
+            self.remove()
+        except RescueError as remaining:
+            if error is None:
+                raise
+            error.add_note(str(remaining))  # what ended the loop is what its caller has to know
 
-    def _ended(self) -> None:
-        self._close()
-        self.start()
-
-    def start(self) -> None:
-        """A step of somebody's own loop begins."""
-        self._open = ExitStack()
+    def prepare(self) -> None:
+        """Be ready for the next step of somebody's own loop."""
         self._before(0)
-        if self.rescue is not None:
-            self._open.enter_context(self.rescue.watching())
-        self._open.enter_context(self._around())
+        self._listening = self._prepared(self._around)
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
+    def model_begins(self) -> None:
+        """A part of the model is called, with gradients."""
+        self._called = True
+        if self._compact and self.rescue is not None:
+            self._compact = False
+            self.rescue.pager.compact()
+        if self._in_call:
+            return
+        if self._running is None:
+            self._begin_own_step()
+        self._calls += 1
+        if self._calls == UNENDED and not self.number:
+            self._say(
+                "warned",
+                f"the model was called {UNENDED} times and no step has ended: pass every optimizer of the loop to"
+                " adapt(), or call run.step() after each step",
+            )
+
+    def optimizer_begins(self) -> None:
+        """An optimizer's step begins."""
+        for one in self.measuring:
+            one.optimizer_begins()
+
+    def optimizer_ends(self) -> None:
+        """An optimizer's step has ended."""
+        for one in self.measuring:
+            one.optimizer_ends()
+
+    def optimizers_ended(self) -> None:
+        """Every optimizer has stepped."""
+        if self._entered and not self._in_call:
+            self._end_own_step()
+
+    def _begin_own_step(self) -> None:
+        self._own_loop = True
+        if not self.number:
+            self._locate()
+        running = self._running = ExitStack()
+        try:
+            for listening in self._listening:
+                running.enter_context(listening())
+            if self.rescue is not None:  # below the others: see [Note: the bottom of the stacks]
+                running.enter_context(self.rescue.watching())
+        except BaseException as error:
+            self._break_off()
+            if isinstance(error, RuntimeError):  # inside one of torch.func's transforms hooks are not allowed
+                self._listening = []
+                return
+            raise
+        self._start_clock()
+
+    def _end_own_step(self) -> None:
+        running, self._running = self._running, None
+        self._note_calls(running is not None)
+        if running is None and self.ranks.all.alone:
+            return
+        try:
+            if running is not None:
+                running.close()
+            else:
+                self._start_clock()
+            self._around.close()
+        except BaseException:
+            self._break_off()
+            raise
         self._after()
+        self.prepare()
+
+    def _break_off(self) -> None:
+        """End a step that does not come to its end, and about which ranks therefore do not agree."""
+        running, self._running = self._running, None
+        for stack in (running, self._around):
+            if stack is not None:
+                stack.__exit__(_BrokenOff, _BrokenOff(), None)
+        self._listening = []
+        self._take_off()
+
+    def _take_off(self) -> None:
+        """Take off whatever is on for a step; an interrupt may have left some of it."""
+        for one in self.measuring:
+            one.take_off()
+        if self.rescue is not None:
+            self.rescue.end_step()
+
+    def _note_calls(self, called: bool) -> None:
+        """Say so where steps pass by the model that we were given."""
+        self._uncalled = 0 if called else self._uncalled + 1
+        if self._uncalled == UNCALLED:
+            path = find_layers(self.parts[0], self.layers).path.split(".")
+            inner = f", such as its {path[0]!r}" if path[0] else ""
+            self._say(
+                "warned",
+                f"the loop has not called the {type(self.parts[0]).__name__} that adapt() was given in {UNCALLED}"
+                f" steps, so nothing is measured or planned: pass the module that it calls{inner}",
+            )
 
     def remove(self) -> None:
-        """Leave the model as it was."""
-        if self._open is not None:  # a step that is broken off, about which the ranks do not agree
-            broken_off = _BrokenOff()
-            self._open.__exit__(_BrokenOff, broken_off, None)
-            self._open = None
-        if self._step is not None:
-            self._step.detach()
-            self._step = None
+        """Leave the model as it was.
+
+        RescueError if there is no room for what is on the host: free memory of the device and call this again.
+        """
+        self._break_off()
+        self._loop.remove()
         self._settle()
         self.journal.save()
         self._use(None)
-        if self.rescue is not None:
-            self.rescue.remove()
-        self.ranks.close()
+        self._compact = False
+        _RUNS.discard(self)
+        try:
+            if self.rescue is not None:
+                self.rescue.remove()
+        finally:
+            self.ranks.close()
+
+
+def _device_of(parts: Sequence[nn.Module]) -> torch.device:
+    """The accelerator that a model is on, though some of it may be on the host; the host if none of it is."""
+    devices = [one.device for part in parts for one in part.parameters()]
+    return next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch_private import at_end_of_backward, current_backward, current_node, storage_key
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.wrappers import Hook
 from lowtide.trace.recorder import Mark, Occasion, Place, Recorder
 
 __all__ = ["Phases"]
@@ -48,6 +49,8 @@ class Phases:
         """Whether a backward of any kind ran since the model did, or an optimizer."""
         self.optimizing: Mark | None = None
         """Where what may be the optimizer's began; None if nothing has, or if it has proved to be."""
+        self.told = True
+        """Whether we were told of what the model saved; not if other people's hooks were."""
         self.whole = False
         """Whether a forward and its backward were seen."""
         recorder.attend = self._attend
@@ -55,14 +58,14 @@ class Phases:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the step that runs inside this context. Enter it after other hooks of the model are there."""
+        """Follow the step that runs inside this context. Enter it after other hooks of the model are there.
+
+        Whoever has hooks on the optimizers tells of their steps: see :meth:`optimizer_begins`.
+        """
         hooks: list[Any] = [
-            self.model.register_forward_pre_hook(self._model_begins, prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(self._model_ends),
+            self.model.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(Hook(self._model_ends)),
         ]
-        for optimizer in self.optimizers:
-            hooks.append(optimizer.register_step_pre_hook(self._optimizer_begins))
-            hooks.append(optimizer.register_step_post_hook(self._optimizer_ends))
         try:
             yield
         finally:
@@ -98,6 +101,7 @@ class Phases:
                 recorder.learn(tensor)  # a pipeline stage's input: what runs before this stage has made it
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.told &= self.now != "forward" or self.recorder.is_told
         if self.now == "forward" and not self.last:
             self._pause()
 
@@ -163,12 +167,15 @@ class Phases:
             self.optimizing = None
             self._pause()
 
-    def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def optimizer_begins(self) -> None:
+        """An optimizer's step begins; with a closure, forward and backward are still to come."""
         self.optimizing = None
         if self.now == "between" and self.whole:
             self._optimize()
 
-    def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def optimizer_ends(self) -> None:
+        """An optimizer's step has ended."""
         if self.now == "optimizer":
+            self.optimizing = None  # what ran since backward was the optimizer's: it was given a closure
             self.backward_ran = False
             self._pause()

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import DisableTorchFunction
 from lowtide.operators.calls import CallTracker, tensors_of
+from lowtide.operators.wrappers import Hook
 from lowtide.trace.recorder import Recorder
 
 __all__ = ["device_of", "places"]
 
 
 def device_of(model: nn.Module) -> str:
-    """The kind of device that a model is on."""
-    return next((tensor.device.type for tensor in model.parameters()), "cpu")
+    """The kind of device that a model is on: the accelerator's, even if a part of it, such as embeddings, is not."""
+    kinds = [tensor.device.type for tensor in model.parameters()]
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
 
 
 @contextmanager
@@ -33,10 +35,10 @@ def places(model: nn.Module, layers: Sequence[nn.Module], recorder: Recorder) ->
     hooks: list[Any] = []
     for index, layer in enumerate(layers):
         hooks.append(
-            layer.register_forward_pre_hook(_Begin(recorder, root, index, hooks), prepend=True, with_kwargs=True)
+            layer.register_forward_pre_hook(Hook(_Begin(recorder, root, index, hooks)), prepend=True, with_kwargs=True)
         )
-        hooks.append(layer.register_forward_hook(_End(recorder, root, index, hooks)))
-    hooks.append(model.register_forward_hook(_Result(recorder)))
+        hooks.append(layer.register_forward_hook(Hook(_End(recorder, root, index, hooks))))
+    hooks.append(model.register_forward_hook(Hook(_Result(recorder))))
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ the backward; both do the same, and the recorder checks that they do.
 Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
 it makes a new tensor. The recorder sees that it happens outside of every node; see :mod:`lowtide.trace.in_place`.
 
-Sharded parameters are freed by resizing their storage, which is no kernel: the method is replaced while we listen.
+Sharded parameters are freed by resizing their storage, which is no kernel: that is watched apart.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch_private import (
     Subclass,
     TorchDispatchMode,
     backward_node_number,
+    hooks_on_top,
     inner_tensor,
+    insert_dispatch_mode,
+    insert_saved_tensors_hooks,
     node_number,
+    remove_dispatch_mode,
+    remove_saved_tensors_hooks,
+    resize_watchers,
     storage_key,
     taken_apart,
     written_arguments,
@@ -43,6 +48,7 @@ from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
 from lowtide.cost.stopwatch import seconds_between
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.formulas import Formulas, has_two_formulas
 from lowtide.operators.kept import Held, Hold, kept_apart
 from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
@@ -111,14 +117,27 @@ class Mark(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
 
-    def __init__(self, parts: int, *, hold: Hold | None, device: str = "cpu", timed: bool = False) -> None:
+    def __init__(
+        self,
+        parts: int,
+        *,
+        hold: Hold | None,
+        written: Callable[[list[Tensor]], None] = lambda tensors: None,
+        device: str = "cpu",
+        timed: bool = False,
+    ) -> None:
         super().__init__()
         self.device = device
         """The kind of device that is looked at: what another one, such as the host beside it, holds and does is not
         written down."""
+        self.hooks = self.pack
+        """What is on torch's stack of hooks."""
         self.hold = hold
         """How what is saved for backward is held; None: not at all, and then there is no backward."""
+        self.written = written
+        """Told of what a kernel has written into: it may have been saved before."""
         self.clock = Clock() if timed else None
+        self.formulas = Formulas(self)
         self.paused = False
         """Whether what happens now is not to be written down."""
         self.attend: Callable[[Occasion], None] = lambda occasion: None
@@ -183,21 +202,28 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def listening(self) -> Iterator[Recorder]:
         """Listen to all that runs inside."""
-        plain = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            self._resized(storage, size)
-            return plain(storage, size)
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self:
-                yield self
+            resize_watchers.add(self._around_resize)
+            insert_saved_tensors_hooks(self.hooks, self.unpack)
+            insert_dispatch_mode(self)
+            yield self
         finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            self.take_off()
             self.references.clear()
             if self.clock is not None:
                 self.clock.close()
+
+    def take_off(self) -> None:
+        """Listen no longer; nothing if we did not."""
+        remove_dispatch_mode(self)
+        self.formulas.settle()
+        remove_saved_tensors_hooks(self.hooks)
+        resize_watchers.remove(self._around_resize)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether we are told of what is saved now; other people's hooks may be asked instead."""
+        return hooks_on_top(self.hooks)
 
     # Which operator runs.
 
@@ -283,6 +309,10 @@ class Recorder(TorchDispatchMode):
             if self.references.pop(key, None) is not None:
                 self.note("free", number)
 
+    def _around_resize(self, resize: Callable[[Any, int], Any], storage: Any, size: int) -> Any:
+        self._resized(storage, size)
+        return resize(storage, size)
+
     def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
         number = self.known.get(key, -1)
@@ -301,8 +331,17 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.quiet:
             self.attend("kernel")
-        if self.quiet or self.paused:
+        if self.quiet:
             return func(*args, **kwargs)
+        if self.formulas.results:
+            self.formulas.settle()
+        if self.paused:
+            result = func(*args, **kwargs)
+            if func._schema.is_mutable:
+                self.written(tensors_of(written_arguments(func, args, kwargs)))
+            if has_two_formulas(func):
+                self.formulas.note(result)
+            return result
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
             self.wrapped = True
             return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
@@ -310,10 +349,13 @@ class Recorder(TorchDispatchMode):
         begin = self.clock.begin(args, kwargs) if self.clock is not None else None
         result = func(*args, **kwargs)
         end = self.clock.end(begin) if self.clock is not None else None
+        if has_two_formulas(func):
+            self.formulas.note(result)
         if func.is_view:
             return result
         given, made = tensors_of((args, kwargs)), tensors_of(result)
         changed = tensors_of(written_arguments(func, args, kwargs))
+        self.written(changed)
         before = {storage_key(tensor) for tensor in given}
         for tensor in given if self.place[0] != "optimizer" else ():
             self._was_there(tensor)

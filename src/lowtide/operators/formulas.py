@@ -1,0 +1,61 @@
+"""Backward formulas that autograd replaces by others while a dispatch mode is on, and how they run without ours.
+
+[Note: formulas under a mode]
+Some formulas have two forms: one for plain tensors, and one for tensor subclasses, which must not be written into. With
+any dispatch mode on, torch takes the second, and the last bits of a gradient may be others: of a product, of a minimum
+that several elements share, of the value that a mask was filled with. A mode that only looks on must not do that. So
+it notes the results of these operators, and before their nodes run in backward it takes itself off: torch sets modes
+anew for every node, so it is back for the next. What such a node does is not seen by the mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lowtide._torch_private import TorchDispatchMode, hide_dispatch_mode
+from lowtide.operators.calls import tensors_of
+
+__all__ = ["Formulas", "has_two_formulas"]
+
+
+class Formulas:
+    """The nodes that are to be run without a mode. See [Note: formulas under a mode]."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        self.mode = mode
+        self.results: list[Tensor] = []
+        """Of the last such operator: their nodes are known when it has ended."""
+
+    def note(self, result: Any) -> None:
+        """An operator with two formulas has made this."""
+        self.results += tensors_of(result)
+
+    def settle(self) -> None:
+        """The operator has ended."""
+        results, self.results = self.results, []
+        for tensor in results:
+            node = tensor.grad_fn
+            if node is not None:
+                node.register_prehook(self._hide)
+
+    def _hide(self, _: Any) -> None:
+        hide_dispatch_mode(self.mode)
+
+
+def has_two_formulas(operator: Any) -> bool:
+    """Whether backward of an operator does something else under a mode."""
+    return operator.name() in _OPERATORS
+
+
+_OPERATORS = frozenset(
+    {
+        "aten::cumprod", "aten::cumprod_",
+        "aten::masked_fill.Tensor", "aten::masked_fill_.Tensor",
+        "aten::masked_scatter", "aten::masked_scatter_",
+        "aten::max", "aten::median", "aten::min", "aten::nanmedian",
+        "aten::prod", "aten::prod.dim_int",
+    }
+)  # fmt: skip
+"""A sweep over torch's own database of operators holds this to be complete."""
