@@ -7,8 +7,9 @@ is put back, and after it everything is as it was before the replay. What has no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared, tracked_version
 from lowtide.runtime.randomness import is_generator
 
-__all__ = ["BufferCopies", "ModuleStates", "modules_of"]
+__all__ = ["Attributes", "BufferCopies", "ModuleStates", "modules_of"]
 
 _LIMIT = 2_000
 """No module's attributes are made of more objects than this; what is further away is taken for a world of its own."""
@@ -38,36 +39,29 @@ def modules_of(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-class ModuleStates:
-    """Some modules as they are now. Buffers only if ``buffers`` says so: see :class:`BufferCopies`."""
+class Attributes:
+    """The attributes of some modules, and what is in the containers and objects among them."""
 
-    __slots__ = ("attributes", "contents", "generators", "tensors")
+    __slots__ = ("children", "contents", "generators", "modules", "own", "tensors")
 
-    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = True) -> None:
-        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.own = [(vars(module), vars(module).copy()) for module in modules]
+        self.children = [(module._modules, module._modules.copy()) for module in modules if module._modules]
         self.contents: list[tuple[Any, Any]] = []
         """Containers, the attributes of objects among them, with copies of what is in them."""
-        self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = []
-        """Each with where the module has it, its name and its version; those among attributes, which are put back by
-        themselves, without the first."""
+        self.tensors: list[tuple[str, Tensor]] = []
         self.generators: list[Any] = []
         """From which the modules may draw random numbers."""
         seen: set[int] = set()
-        for module in modules:
-            attributes = vars(module)
-            own = _own(attributes)
-            self.attributes.append((attributes, own))
-            for name, value in own.items():
-                if type(value) not in _PLAIN:
-                    self._look_into(name, value, seen)
-            for holder in (module._parameters, module._buffers) if buffers else (module._parameters,):
-                for name, tensor in holder.items():
-                    if tensor is not None:
-                        self.tensors.append((holder, name, tensor, tracked_version(tensor)))
+        for _, own in self.own:
+            for name in own.keys() - _NOT_ATTRIBUTES:
+                if type(own[name]) not in _PLAIN:
+                    self._look_into(name, own[name], seen)
 
     def _look_into(self, name: str, value: Any, seen: set[int]) -> None:
         if isinstance(value, Tensor):
-            self.tensors.append((None, name, value, tracked_version(value)))
+            self.tensors.append((name, value))
             return
         if id(value) in seen or len(seen) > _LIMIT:
             return
@@ -85,28 +79,71 @@ class ModuleStates:
             for item in value:
                 self._look_into(name, item, seen)
 
+    def unchanged(self) -> bool:
+        """Whether everything is still the same object as it was."""
+        for now, was in self.own:
+            if len(now) != len(was) or not all(map(is_, now.values(), was.values())):
+                return False
+        # Modules are compared by identity, without a call of ours for each.
+        return all(now == was for now, was in self.children) and all(
+            _same_content(content, saved) for content, saved in self.contents
+        )
+
+    def put_back(self) -> None:
+        """Let everything be as it was; what all modules have, such as hooks, is not theirs."""
+        for now, was in self.own:
+            for name in now.keys() - _NOT_ATTRIBUTES - was.keys():
+                del now[name]
+            for name in was.keys() - _NOT_ATTRIBUTES:
+                if now.get(name, _MISSING) is not was[name]:
+                    now[name] = was[name]
+        for content, saved in self.contents:
+            _set_content(content, saved)
+
+
+class ModuleStates:
+    """Some modules as they are now. Buffers only if ``buffers`` says so: see :class:`BufferCopies`."""
+
+    __slots__ = ("attributes", "tensors")
+
+    def __init__(self, attributes: Attributes, *, buffers: bool = True) -> None:
+        self.attributes = attributes
+        self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = [
+            (None, name, tensor, tracked_version(tensor)) for name, tensor in self.attributes.tensors
+        ]
+        """Each with where the module has it, its name and its version; those among attributes, which are put back by
+        themselves, without the first."""
+        for module in attributes.modules:
+            for holder in (module._parameters, module._buffers) if buffers else (module._parameters,):
+                for name, tensor in holder.items():
+                    if tensor is not None:
+                        self.tensors.append((holder, name, tensor, tracked_version(tensor)))
+
+    @property
+    def generators(self) -> list[Any]:
+        """From which the modules may draw random numbers."""
+        return self.attributes.generators
+
     @contextmanager
     def restored(self, whose: str) -> Iterator[None]:
         """The modules as they were. RebuildError if a tensor of theirs was written to."""
         others = self._others(whose)
-        now = [(attributes, _own(attributes)) for attributes, _ in self.attributes]
-        contents = [(content, content.copy()) for content, _ in self.contents]
+        was = self.attributes
+        now = was if was.unchanged() else Attributes(was.modules)
         tensors = [(holder, name, holder[name]) for holder, name, _ in others]
         try:
-            for attributes, was in self.attributes:
-                _set_attributes(attributes, was)
-            for content, saved in self.contents:
-                _set_content(content, saved)
+            if now is not was:
+                was.put_back()
             for holder, name, tensor in others:
                 holder[name] = tensor
             yield
         finally:
             for holder, name, tensor in tensors:
                 holder[name] = tensor
-            for content, saved in contents:
-                _set_content(content, saved)
-            for attributes, was in now:
-                _set_attributes(attributes, was)
+            if now is not was:
+                was.put_back()  # a replay may add to containers that are not there now
+            if not now.unchanged():
+                now.put_back()
 
     def _others(self, whose: str) -> list[tuple[dict[str, Any], str, Tensor]]:
         """The parameters and buffers in whose place others are now."""
@@ -125,19 +162,6 @@ class ModuleStates:
                 continue  # sharded parameters were gathered again, into another tensor
             found.append((holder, name, tensor))
         return found
-
-
-def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that are a module's own, not every module's."""
-    return {name: attributes[name] for name in attributes.keys() - _NOT_ATTRIBUTES}
-
-
-def _set_attributes(attributes: dict[str, Any], was: dict[str, Any]) -> None:
-    for name in attributes.keys() - _NOT_ATTRIBUTES - was.keys():
-        del attributes[name]
-    for name, value in was.items():
-        if attributes.get(name, _MISSING) is not value:
-            attributes[name] = value
 
 
 _MISSING = object()

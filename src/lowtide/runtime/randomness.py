@@ -16,7 +16,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import current_accelerator
 
-__all__ = ["HostRandom", "RandomState", "is_generator"]
+__all__ = ["HostRandom", "RandomState", "is_accelerator_used", "is_generator"]
 
 
 class RandomState:
@@ -74,6 +74,11 @@ def _accelerator() -> str | None:
         return None
     begun = _begun(device.type)
     return device.type if begun is None or begun() else None
+
+
+def is_accelerator_used() -> bool:
+    """Whether this process has begun to use an accelerator."""
+    return _accelerator() is not None
 
 
 @cache

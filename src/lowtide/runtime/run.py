@@ -15,7 +15,7 @@ from lowtide.operators.nodes import read_node
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.ambient import Ambient, ambient, precision
-from lowtide.runtime.module_state import ModuleStates
+from lowtide.runtime.module_state import Attributes, ModuleStates
 from lowtide.runtime.program import Action, LayerProgram
 from lowtide.runtime.randomness import HostRandom, RandomState
 from lowtide.runtime.rebuild import (
@@ -213,7 +213,7 @@ class CapturingRun(Run):
             call.hold(args, kwargs, registry)
             generators = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
             if module is not None:
-                call.module = ModuleStates((module,))
+                call.module = ModuleStates(Attributes((module,)))
                 generators += call.module.generators
                 if not type(module).__module__.startswith("torch."):  # torch's own draw from torch's alone
                     call.host = HostRandom()

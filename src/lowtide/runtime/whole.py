@@ -25,8 +25,8 @@ from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function
 from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.arguments import Copied, is_shared
-from lowtide.runtime.module_state import BufferCopies, ModuleStates, modules_of
-from lowtide.runtime.randomness import HostRandom, RandomState
+from lowtide.runtime.module_state import Attributes, BufferCopies, ModuleStates, modules_of
+from lowtide.runtime.randomness import HostRandom, RandomState, is_accelerator_used
 
 __all__ = ["WholeLayer"]
 
@@ -40,6 +40,8 @@ class WholeLayer:
     def __init__(self, layer: nn.Module, whose: str) -> None:
         self.layer, self.whose = layer, whose
         self.buffers = BufferCopies()
+        self.attributes: Attributes | None = None
+        """Of its modules, when it was last called; hardly ever have they changed since."""
 
     def around(self, whole: Function) -> Function:
         """The layer, recomputed as a whole; ``whole`` runs, first and again, what :meth:`repeated` gave."""
@@ -85,12 +87,17 @@ class _Call:
 
     def __init__(self, whole: WholeLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.whose, self.ran = whole.whose, False
-        modules = modules_of(whole.layer)
+        attributes = whole.attributes
+        if attributes is None or not attributes.unchanged():
+            attributes = whole.attributes = Attributes(modules_of(whole.layer))
         self.args = tuple([_held(value) for value in args])
         self.kwargs = {name: _held(value) for name, value in kwargs.items()}
-        self.modules = ModuleStates(modules, buffers=False)
-        self.buffers = whole.buffers.take(modules)
-        self.random = RandomState(tensors_of((args, kwargs)), self.modules.generators)
+        self.modules = ModuleStates(attributes, buffers=False)
+        self.buffers = whole.buffers.take(attributes.modules)
+        # The checkpoint sees to the host's, and to those of the devices that arguments are on.
+        given = tensors_of((args, kwargs))
+        more = attributes.generators or (is_accelerator_used() and all(tensor.is_cpu for tensor in given))
+        self.random = RandomState(given, attributes.generators) if more else None
         self.host = HostRandom()
         self.ambient = ambient(precision())
 
@@ -114,7 +121,8 @@ class _Call:
         stack.enter_context(self.modules.restored(self.whose))
         if self.buffers:
             stack.enter_context(BufferCopies.restored(self.buffers))
-        stack.enter_context(self.random.restored())
+        if self.random is not None:
+            stack.enter_context(self.random.restored())
         stack.enter_context(self.host.restored())
         return given
 
