@@ -25,18 +25,26 @@ from lowtide._torch_private import (
     at_end_of_backward,
     autocast_contexts,
     autocast_state,
+    calling_scaler,
     compiled_call,
     count_of_writes,
     current_backward,
     current_node,
+    dispatch_modes_on,
     drop_pipeline_losses,
     exchange_rows,
+    forget_unscaling,
     function_modes,
+    generator_key,
     given_operand,
     given_operands,
     group_name_of,
     held_indices,
+    hide_dispatch_mode,
+    hooks_on_top,
     inner_tensor,
+    insert_dispatch_mode,
+    insert_saved_tensors_hooks,
     is_any_autocast_enabled,
     is_collective,
     is_compiled,
@@ -47,7 +55,11 @@ from lowtide._torch_private import (
     norms_of,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    python_dispatch,
     raw_saved,
+    remove_dispatch_mode,
+    remove_saved_tensors_hooks,
+    resize_watchers,
     resolved_operator,
     saved_operand,
     saved_operands,
@@ -439,4 +451,159 @@ def test_whoever_asks_for_the_accelerator_asks_whether_it_is_there() -> None:
     """A build for a device on a machine without one names it all the same."""
     package = Path(lowtide.__file__).parent
     calls = [line for file in package.rglob("*.py") for line in file.read_text().splitlines()]
-    assert [line for line in calls if "current_accelerator()" in line] == []
+    assert [line for line in calls if "torch.accelerator.current_accelerator()" in line] == []
+
+
+class _Looking(TorchDispatchMode):
+    """Counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_at_the_bottom_ends_when_it_likes_and_so_do_others() -> None:
+    ours, before, after = _Looking(), _Looking(), _Looking()
+    before.__enter__()
+    insert_dispatch_mode(ours)
+    assert dispatch_modes_on() == [ours, before]
+    before.__exit__(None, None, None)
+    assert dispatch_modes_on() == [ours]
+    assert python_dispatch.is_in_torch_dispatch_mode()
+    after.__enter__()
+    torch.ones(1)
+    remove_dispatch_mode(ours)
+    remove_dispatch_mode(ours)  # nothing happens
+    assert dispatch_modes_on() == [after]
+    torch.ones(1)
+    after.__exit__(None, None, None)
+    assert (before.seen, ours.seen, after.seen) == (0, 1, 2)
+    assert not python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
+    assert not python_dispatch.is_in_torch_dispatch_mode()
+    assert not python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+
+
+def test_torchs_own_modes_stay_below() -> None:
+    ours = _Looking()
+    with FakeTensorMode() as fake:
+        insert_dispatch_mode(ours)
+        assert dispatch_modes_on() == [fake, ours]
+        torch.ones(1)
+        remove_dispatch_mode(ours)
+        assert dispatch_modes_on() == [fake]
+    assert ours.seen > 0
+
+
+def test_hooks_at_the_bottom_end_when_they_like_and_so_do_others() -> None:
+    asked: list[str] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append("ours")
+        return tensor
+
+    def save() -> None:
+        torch.ones(1, requires_grad=True).exp()
+
+    theirs = torch.autograd.graph.saved_tensors_hooks(lambda one: (asked.append("theirs"), one)[1], lambda one: one)
+    theirs.__enter__()
+    insert_saved_tensors_hooks(pack, lambda one: one)
+    save()
+    assert not hooks_on_top(pack)
+    theirs.__exit__()
+    save()
+    assert hooks_on_top(pack)
+    theirs.__enter__()
+    remove_saved_tensors_hooks(pack)
+    remove_saved_tensors_hooks(pack)  # nothing happens
+    save()
+    theirs.__exit__()
+    save()
+    assert asked == ["theirs", "ours", "theirs"]
+    assert top_saved_tensors_hooks(True) is None
+
+
+def test_hooks_are_refused_where_torch_allows_none() -> None:
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.raises(RuntimeError, match="not here"),
+    ):
+        insert_saved_tensors_hooks(lambda one: one, lambda one: one)
+
+
+def test_storages_that_are_resized_are_seen_by_all_who_watch_in_whatever_order_they_end() -> None:
+    plain, seen = torch.UntypedStorage.resize_, []
+
+    def first(resize: Any, storage: Any, size: int) -> Any:
+        seen.append(("first", size))
+        return resize(storage, size)
+
+    def second(resize: Any, storage: Any, size: int) -> Any:
+        seen.append(("second", size))
+        return resize(storage, size)
+
+    storage = torch.ones(4).untyped_storage()
+    resize_watchers.add(first)
+    resize_watchers.add(second)
+    storage.resize_(0)
+    resize_watchers.remove(first)
+    storage.resize_(8)
+    resize_watchers.remove(second)
+    storage.resize_(4)
+    assert seen == [("second", 0), ("first", 0), ("second", 8)]
+    assert storage.nbytes() == 4
+    assert torch.UntypedStorage.resize_ is plain
+
+
+def test_a_mode_is_hidden_from_one_node_of_backward() -> None:
+    mode, nodes = _Looking(), []
+    x = torch.randn(4, requires_grad=True)
+    squared = x * x
+    result = squared.exp().sum()
+    squared.grad_fn.register_prehook(lambda _: hide_dispatch_mode(mode))
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nodes.append((mode.seen, getattr(current_node(), "name", str)()))
+            return func(*args, **(kwargs or {}))
+
+    insert_dispatch_mode(mode)
+    with Noting():
+        result.backward()
+    remove_dispatch_mode(mode)
+    seen = {node: count for count, node in nodes}
+    in_square = [count for count, node in nodes if node == "MulBackward0"]
+    assert in_square == [in_square[0]] * len(in_square)  # it saw nothing of that node
+    assert seen["MulBackward0"] > 0
+
+
+def test_the_scaler_that_calls_is_found() -> None:
+    found = []
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: found.append(calling_scaler()))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    assert found == [scaler, None]
+    assert scaler._per_optimizer_states
+    forget_unscaling([scaler, torch.amp.GradScaler("cpu", enabled=False)], [optimizer])
+    assert not scaler._per_optimizer_states
+
+
+def test_a_generator_is_known_by_its_address() -> None:
+    generator, seen = torch.Generator(), []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator))
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        torch.randn(2, generator=generator)
+    assert [generator_key(one) for one in seen] == [generator_key(generator)]
+    assert generator_key(torch.Generator()) != generator_key(generator)

@@ -297,3 +297,206 @@ os._exit(0)  # torch may abort if the interpreter ends just after a backward
 def test_generators_of_all_devices() -> None:
     environment = {**os.environ, "TIDE_DEVICES": "2"}
     subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, env=environment)
+
+
+def adam_and_sgd(case: Case) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Two that share the model's parameters."""
+    parameters = list(case.model.parameters())
+    return torch.optim.Adam(parameters[:3], lr=0.1), torch.optim.SGD(parameters[3:], lr=0.1)
+
+
+def test_an_optimizer_that_nobody_told_of_is_never_run_twice() -> None:
+    case = Case(rescued=True)
+    first, second = adam_and_sgd(case)
+    case.optimizer = second
+
+    def step() -> Tensor:
+        loss = case.model(case.x).square().mean()
+        loss.backward()
+        first.step()
+        case.fails()
+        torch.empty(1, device="tide")
+        second.step()
+        return loss.detach()
+
+    with pytest.raises(RescueError, match="Adam has stepped in it, which lowtide was not told of; pass every"):
+        case.train(step)
+
+
+def test_an_optimizer_that_nobody_told_of_is_no_matter_if_it_did_not_step_yet() -> None:
+    def train(case: Case) -> list[Tensor]:
+        first, second = adam_and_sgd(case)
+        case.optimizer = second
+
+        def step() -> Tensor:
+            case.fails()
+            loss = case.model(case.x).square().mean()
+            loss.backward()
+            for one in (first, second):
+                one.step()
+                one.zero_grad()
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)
+
+
+@pytest.mark.parametrize("how", ["out of place", "with a graph"])
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_of_the_step_before_are_not_lost(how: str, late: bool) -> None:
+    """Each step adds to them, anew; the optimizer steps in the end."""
+
+    def train(case: Case) -> list[Tensor]:
+        parameters = list(case.model.parameters())
+
+        def step() -> Tensor:
+            if not late:
+                case.fails()
+            loss = case.model(case.x).square().mean()
+            if how == "with a graph":
+                loss.backward(create_graph=True)
+            else:
+                for one, more in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    one.grad = more if one.grad is None else one.grad + more
+            if late:
+                case.fails()
+            torch.empty(1, device="tide")
+            return loss.detach()
+
+        found = case.train(step)
+        gradients = [one.grad.detach().cpu() for one in parameters if one.grad is not None]
+        for one in parameters:
+            one.grad = None
+        return [*found, *gradients]
+
+    if late:
+        with pytest.raises(RescueError, match="added to gradients"):
+            exact(train)
+    else:
+        exact(train)
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward", "after the step"])
+def test_gradients_may_be_dropped_anywhere_in_a_step(when: str) -> None:
+    def train(case: Case) -> list[Tensor]:
+        def step() -> Tensor:
+            if when == "before forward":
+                case.optimizer.zero_grad()
+            loss = case.model(case.x).square().mean()
+            if when == "before backward":
+                case.optimizer.zero_grad()
+            loss.backward()
+            case.fails()
+            torch.empty(1, device="tide")
+            case.optimizer.step()
+            if when == "after the step":
+                case.optimizer.zero_grad()
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("armed", [True, False])
+def test_a_scaler_that_has_unscaled_does_so_again(enabled: bool, armed: bool) -> None:
+    scaler = torch.amp.GradScaler("tide", init_scale=4.0, enabled=enabled)
+    unused = torch.amp.GradScaler("tide", enabled=False)
+
+    def train(case: Case) -> list[Tensor]:
+        def step() -> Tensor:
+            case.optimizer.zero_grad()
+            loss = case.model(case.x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(case.optimizer)
+            torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
+            case.fails(for_good=armed)
+            if case.rescued and case.steps == 2:  # what is asked for here cannot be had by sending something away
+                torch.empty(1 << 20, device="tide")
+            scaler.step(case.optimizer)
+            scaler.update()
+            return loss.detach()
+
+        return case.train(step)
+
+    if armed:
+        rescued = Case(rescued=True)
+        with pytest.raises(RescueError, match="begun 4 times"):
+            train(rescued)  # and not that gradients were unscaled twice
+    else:
+        exact(train)
+    del unused
+
+
+def test_a_generator_of_the_steps_own_is_set_back() -> None:
+    def train(case: Case) -> list[Tensor]:
+        generator = torch.Generator("tide").manual_seed(3)
+        rescue = Rescue(case.model, [case.optimizer])
+        rescue.arm()
+        losses = []
+
+        def step() -> Tensor:
+            case.optimizer.zero_grad()
+            noise = torch.randn(16, WIDTH, generator=generator, device="tide")
+            loss = (case.model(case.x + noise) - noise).square().mean()
+            loss.backward()
+            case.fails()
+            torch.empty(1, device="tide")
+            case.optimizer.step()
+            return loss.detach()
+
+        for number in range(3):
+            losses.append(rescue.run(step).cpu())
+            if number == 0:
+                rescue.disarm()  # nobody sees from now on what operators draw from
+        rescue.remove()
+        assert rescue.counts.repeated == case.rescued
+        return losses
+
+    exact(train)
+
+
+class Counting(nn.Module):
+    """Has a state that is neither parameters nor buffers."""
+
+    def __init__(self, model: nn.Module, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.model, self.in_place = model, in_place
+        self.forwards = 0
+        self.mean: Tensor | None = torch.zeros((), device="tide") if in_place else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y: Tensor = self.model(x)
+        mean = y.detach().mean()
+        if self.in_place:
+            assert self.mean is not None
+            self.mean.mul_(0.9).add_(mean)
+        else:
+            self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return (y - self.mean) * self.forwards
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_attributes_of_modules_are_set_back_or_the_step_is_not_repeated(in_place: bool) -> None:
+    def train(case: Case) -> list[Tensor]:
+        case.model = Counting(case.model, in_place=in_place)  # type: ignore[assignment]
+
+        def step() -> Tensor:
+            case.optimizer.zero_grad()
+            loss = case.model(case.x).square().mean()
+            loss.backward()
+            case.fails()
+            torch.empty(1, device="tide")
+            case.optimizer.step()
+            return loss.detach()
+
+        return case.train(step)
+
+    if in_place:
+        with pytest.raises(RescueError, match=r"changed the tensor 'mean' of a Counting.*register it"):
+            exact(train)
+    else:
+        exact(train)

@@ -350,6 +350,29 @@ def test_removing_it_leaves_the_model_and_the_optimizer_as_they_were() -> None:
     assert torch.UntypedStorage.resize_ is resize
 
 
+def test_removing_it_without_room_is_an_error_and_works_once_there_is_room() -> None:
+    trained = Trained()
+    expected = trained.train(plainly)
+    trained = Trained()
+    rescue = rescue_of(trained)
+    rescue.arm()
+    for _ in range(2):
+        rescue.run(trained.step)
+    trained.optimizer.zero_grad()
+    faults.shrink_capacity(1, sum(one.nbytes for one in trained.model.parameters()) // 2)
+    loss = rescue.run(trained.step)
+    assert rescue.pager.away
+    with pytest.raises(RescueError, match=r"parameters, gradients or optimizer states .* call remove\(\) again"):
+        rescue.remove()
+    faults.disarm()
+    rescue.remove()
+    assert not rescue.pager.away
+    assert all(one.untyped_storage().nbytes() for one in trained.model.parameters())
+    states = [one for state in trained.optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+    assert all(one.untyped_storage().nbytes() for one in states)
+    assert same([loss.cpu(), *(one.detach().cpu() for one in trained.model.parameters())], expected[2:])
+
+
 @pytest.fixture(scope="module")
 def llama_like() -> Subject:
     return single("reference", "mixed")
