@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -42,12 +43,13 @@ def modules_of(layer: nn.Module) -> list[nn.Module]:
 class Attributes:
     """The attributes of some modules, and what is in the containers and objects among them."""
 
-    __slots__ = ("children", "contents", "generators", "modules", "own", "tensors")
+    __slots__ = ("contents", "generators", "holders", "modules", "own", "tensors", "values")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         self.own = [(vars(module), vars(module).copy()) for module in modules]
-        self.children = [(module._modules, module._modules.copy()) for module in modules if module._modules]
+        self.holders = [*(now for now, _ in self.own), *(module._modules for module in modules)]
+        self.values = tuple(chain.from_iterable(map(dict.values, self.holders)))
         self.contents: list[tuple[Any, Any]] = []
         """Containers, the attributes of objects among them, with copies of what is in them."""
         self.tensors: list[tuple[str, Tensor]] = []
@@ -81,12 +83,11 @@ class Attributes:
 
     def unchanged(self) -> bool:
         """Whether everything is still the same object as it was."""
-        for now, was in self.own:
-            if len(now) != len(was) or not all(map(is_, now.values(), was.values())):
-                return False
-        # Modules are compared by identity, without a call of ours for each.
-        return all(now == was for now, was in self.children) and all(
-            _same_content(content, saved) for content, saved in self.contents
+        # Whole layers are looked at three times in every step, so that this has to be quick: no call for each.
+        return (
+            sum(map(len, self.holders)) == len(self.values)
+            and all(map(is_, chain.from_iterable(map(dict.values, self.holders)), self.values))
+            and all(_same_content(content, saved) for content, saved in self.contents)
         )
 
     def put_back(self) -> None:
