@@ -169,3 +169,34 @@ def test_all_operators_of_torchs_database_are_exact() -> None:
     known = [one for one in op_db if one.supports_autograd and torch.float32 in one.dtypes]
     found = {one.full_name: wrong for one in known if (wrong := differing(one))}
     assert found == {}
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Something that was written to is saved; something that is a conjugate is too."""
+    y = x.clone().add_(1).mul_(2)
+    spectrum = torch.fft.ifft(torch.complex(y, y)).conj()
+    return y.square() + (spectrum * spectrum).abs()
+
+
+def changed_after(x: Tensor) -> Tensor:
+    """What was saved is written to before backward asks for it, which autograd refuses."""
+    y = x.exp()
+    y.add_(1)
+    return y
+
+
+def gradient(function: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    x = torch.linspace(-1, 1, 8, requires_grad=True)
+    return list(torch.autograd.grad(function(x).sum(), x))
+
+
+@pytest.mark.parametrize("around", [watched, recorded, learnt])
+def test_what_was_written_to_before_it_was_saved_is_held_as_it_is(
+    around: Callable[[Callable[[], list[Tensor | None]]], list[Tensor | None]],
+) -> None:
+    assert all(map(same, around(lambda: gradient(shifted)), gradient(shifted)))
+
+
+def test_what_is_written_to_after_it_was_saved_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        watched(lambda: gradient(changed_after))

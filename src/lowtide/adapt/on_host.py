@@ -29,12 +29,13 @@ from lowtide._torch_private import (
     storage_key,
     subclass_wrapper,
     taken_apart,
+    unseen_by_modes,
     version_of,
     weak_storage,
     without_graph,
 )
 from lowtide.operators.kept import Held, kept_apart
-from lowtide.runtime.view import View
+from lowtide.runtime.view import View, as_stored
 
 __all__ = ["HostCopies"]
 
@@ -99,10 +100,10 @@ class _HostCopy:
 
     def leave(self, again: Tensor | None = None) -> None:
         """Copy the bytes, if that is still to be done; or those that are in a tensor's storage ``again``."""
-        here = self.here if again is None else _whole(again)
-        if here is None or here._version != self.version:
-            return  # written to since: whoever asks for it is refused
         with DisableTorchFunction(), torch.no_grad():
+            here = self.here if again is None else _whole(again)
+            if here is None or here._version != self.version:
+                return  # written to since: whoever asks for it is refused
             if self.host is None:
                 self.host = _host_memory(here.numel(), here.dtype, pinned=here.device.type != "cpu")
             self.host.copy_(here.view(self.host.dtype))
@@ -128,9 +129,10 @@ class _HostCopy:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
+    """All of a tensor's storage, as the numbers are stored; it counts the writes that the tensor counts."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return without_graph(tensor).as_strided((count,), (1,), 0)
+    with unseen_by_modes():  # under a mode the counts would be two
+        return as_stored(without_graph(tensor)).as_strided((count,), (1,), 0)
 
 
 def _host_memory(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
