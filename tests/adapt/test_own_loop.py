@@ -347,7 +347,9 @@ def test_a_step_that_runs_inside_the_optimizers_can_be_repeated() -> None:
 
                 return program.optimizer.step(closure)  # type: ignore[return-value]
 
-            losses.append(float(step() if run is None else run.step(step)))
+            loss = step() if run is None else run.step(step)
+            assert loss is not None
+            losses.append(float(loss.detach()))
         if run is not None:
             run.remove()
         return losses, [event.kind for event in run.events] if run is not None else []
@@ -474,6 +476,31 @@ def test_an_operator_that_had_written_is_an_error_of_ours_where_nobody_can_repea
 
     with pytest.raises(RescueError, match=r"may have written.*run\.step"):
         loop()
+
+
+def test_a_step_for_which_nothing_is_left_to_offload_is_an_error_of_ours() -> None:
+    program = Program("tide")
+
+    def loop() -> None:
+        with program.adapt():
+            program.step(0)
+            faults.shrink_capacity(5, 1 << 30)
+            program.step(1)
+
+    with pytest.raises(RescueError, match=r"nothing is left to offload; at least .* needed"):
+        loop()
+
+
+@pytest.mark.parametrize("wrong", ["a Policy for other layers", "no optimizer"])
+def test_what_cannot_be_adapted_is_refused_before_anything_changes(wrong: str) -> None:
+    program = Program("tide")
+    if wrong == "no optimizer":
+        with pytest.raises(TypeError, match=r"takes optimizers of torch\.optim"):
+            lowtide.adapt(program.model, object(), verbose=False)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(lowtide.PolicyError, match="decides 7 layers and the model has 3"):
+            program.adapt(policy=lowtide.Policy((lowtide.LayerPolicy(),) * 7))
+    assert hooks_of(program) == 0
 
 
 def test_a_model_that_comes_to_its_device_later_is_rescued() -> None:

@@ -330,6 +330,12 @@ class Rescue:
         self._ceiling = max(0, min(allocated, self._ceiling or allocated) - 2 * missing)
         self._needed = allocated + missing
         self.counts.note(f"{operator} lacked {format_bytes(missing)}, and nothing was left to send away")
+        if self._inside and self._beginning is None:
+            raise RescueError(
+                f"{operator} lacked {format_bytes(missing)}, and nothing is left to offload; at least"
+                f" {format_bytes(self._needed)} are needed; give whole steps to run.step(...), which can repeat them"
+                " with more room, make the batch smaller, or share the model among more devices"
+            )
 
     # Where it acts.
 

@@ -39,6 +39,7 @@ from lowtide.adapt.lengths import Lengths
 from lowtide.adapt.loop import Loop, unwrapped
 from lowtide.adapt.machine import link_of
 from lowtide.adapt.measure import TIMED_STEPS, Measuring
+from lowtide.adapt.own_steps import OwnSteps
 from lowtide.adapt.ranks import Ranks
 from lowtide.adapt.record import AdaptRecord, AdaptStep, Kind, Phase
 from lowtide.adapt.rescue import Rescue
@@ -63,8 +64,6 @@ FIRST_MEASURED = 2
 """The first step makes the optimizer's states, and is not like the others."""
 UNCALLED = 3
 """Steps in which the model was not called before that is said."""
-UNENDED = 100
-"""Calls of the model, none of whose steps has ended, before that is said."""
 FRUITLESS = 5
 """Steps that could not be measured before it is given up."""
 
@@ -81,10 +80,6 @@ class _Ended(NamedTuple):
     peak: int
     phase: Phase
     rescued: int
-
-
-class _BrokenOff(Exception):  # noqa: N818  nothing is wrong: it ends what is around a step
-    """A step does not come to its end."""
 
 
 class Adaptive:
@@ -105,6 +100,9 @@ class Adaptive:
         report: Callable[[Plan], None] | None = None,
     ) -> None:
         self.parts, self.optimizers = tuple(parts), tuple(map(unwrapped, optimizers))
+        for one in self.optimizers:
+            if not isinstance(one, Optimizer):
+                raise TypeError(f"adapt() takes optimizers of torch.optim, or one that is around such; found {one!r}")
         self.settings = settings or AdaptSettings()
         self.fixed, self.layers = fixed, layers
         self.clock = Clock(_device_of(self.parts))
@@ -128,6 +126,8 @@ class Adaptive:
                 f" there have {counts}"
             )
         self.total = sum(len(chunk) for place in self.pipeline.placement for chunk in place)
+        if fixed is not None and len(fixed.layers) != self.total:
+            raise PolicyError(f"the Policy decides {len(fixed.layers)} layers and the model has {self.total}")
         last = self.total - 1
         self.measuring = [
             Measuring(part, optimizers=self.optimizers, layers=layers, last=last in chunk)
@@ -157,28 +157,21 @@ class Adaptive:
         """The most that was allocated in a step under the safe Policy."""
         self._begin: Any = None
         self._pending: _Ended | None = None
-        self._around = ExitStack()
-        """What is around the next step of somebody's own loop, or the one that runs, and touches only the model."""
-        self._listening: list[Callable[[], AbstractContextManager[None]]] = []
-        """Makes what is on while it runs."""
-        self._running: ExitStack | None = None
-        """What is on; None if no such step runs."""
-        self._entered = False
-        """Whether optimizers end such steps."""
+        self.own = OwnSteps(self)
         self._own_loop = False
         """Whether steps are somebody's own, so that nobody can repeat one."""
         self._in_call = False
         """Whether a step runs that was given to us."""
         self._called = False
         """Whether the model was called in it."""
-        self._calls = self._uncalled = self._fruitless = self._seen = 0
+        self._uncalled = self._fruitless = self._seen = 0
         self._compact = False
         """Whether the next step is to begin with memory as a plan has it."""
         replaced = [other for other in _RUNS if other._overlaps(self)]
         for other in replaced:
             other.remove()
         if replaced:
-            self._say("warned", "an earlier adapt() of the same model or optimizer was removed: this one replaces it")
+            self.say("warned", "an earlier adapt() of the same model or optimizer was removed: this one replaces it")
         self._make_rescue()
         self._loop = Loop(self.parts, self.optimizers, self)
         _RUNS.add(self)
@@ -213,7 +206,7 @@ class Adaptive:
             self.clock = Clock(device)
             self._make_rescue()
         if self.settings.rescue and device.type == "cpu" and torch.accelerator.is_available():
-            self._say(
+            self.say(
                 "warned",
                 "the model is on the CPU, where nothing is rescued; move it to its device before its first step",
             )
@@ -228,9 +221,9 @@ class Adaptive:
         always the same: then each length has its plan. Without ``run`` this says that a step of one's own has ended.
         """
         if run is None:
-            self._end_own_step()
+            self.own.end()
             return None
-        self._break_off()
+        self.own.break_off()
         self._own_loop = False
         if not self.number:
             self._locate()
@@ -245,12 +238,12 @@ class Adaptive:
                 with attempts():
                     result = run()
         except BaseException:
-            self._take_off()
+            self.take_off()
             raise
         finally:
             self._in_call = False
         self._after()
-        self._note_calls(self._called)
+        self.note_calls(self._called)
         return result
 
     def _attempts(self) -> Callable[[], AbstractContextManager[None]]:
@@ -347,7 +340,7 @@ class Adaptive:
         if counts.any:
             if self.decided is not None and self.decided.policy is not None:
                 self.watch.missed(self._bucket, self.number, counts.missing)
-            self._say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
+            self.say("repeated" if counts.repeated else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried + counts.repeated + counts.watermark
 
     # What was measured.
@@ -358,7 +351,7 @@ class Adaptive:
         self._fruitless = 0 if seen != self._seen else self._fruitless + 1
         self._seen = seen
         if self._fruitless == FRUITLESS:
-            self._say(
+            self.say(
                 "warned",
                 f"{FRUITLESS} steps could not be measured: in none of them the model's forward and backward were seen,"
                 " or hooks of your own held what it saved; every layer stays recomputed",
@@ -368,7 +361,7 @@ class Adaptive:
         trace = self.ranks.trace([one.trace() for one in self.measuring], self.pipeline)
         self.lengths.add(self.tokens, trace)
         words = f" of {self.tokens} tokens" if self.tokens else ""
-        self._say("measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
+        self.say("measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
         self.journal.measured(trace)
         for one, kinds in zip(self.measuring, self.kinds, strict=True):
             kinds |= one.kinds()
@@ -417,7 +410,7 @@ class Adaptive:
         self.watch.planned(bucket, self.number)
         words = f" for {bucket} tokens" if bucket else ""
         policy = f": Policy {agreed.policy.digest[:12]}" if agreed.policy is not None else ""
-        self._say("switched", f"{agreed.reason}{words}{policy}")
+        self.say("switched", f"{agreed.reason}{words}{policy}")
         self.journal.planned(agreed, shown=len(self.plans) < 2)
         return agreed
 
@@ -469,13 +462,13 @@ class Adaptive:
         else:  # ranks ask each other now and then, not in every step: all of them in the same
             wanted = wanted and self.number % PATIENT == 0 and self.ranks.all.any_of([bool(reason)])[0]
         if wanted:
-            self._say("replanned", reason or "another rank asked for it")
+            self.say("replanned", reason or "another rank asked for it")
             self.watch.replans += 1
             self.before[bucket] = self.plans.pop(bucket)
 
     # Words.
 
-    def _say(self, kind: Kind, text: str) -> None:
+    def say(self, kind: Kind, text: str) -> None:
         self.journal.note(self.number, kind, text)
 
     @property
@@ -486,7 +479,7 @@ class Adaptive:
     # Somebody's own loop.
 
     def __enter__(self) -> Adaptive:
-        self._entered = self._own_loop = True
+        self.own.ended_by_optimizers = self._own_loop = True
         return self
 
     def __exit__(
@@ -501,8 +494,25 @@ class Adaptive:
 
     def prepare(self) -> None:
         """Be ready for the next step of somebody's own loop."""
+        self.own.prepare()
+
+    def prepare_own_step(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
+        """Decide what the next step is; what is around it, if it is measured, as :meth:`_prepared` has it."""
         self._before(0)
-        self._listening = self._prepared(self._around)
+        return self._prepared(stack)
+
+    def begin_own_step(self, running: ExitStack) -> None:
+        """It begins: watch over it, below all that is on already. See [Note: the bottom of the stacks]."""
+        self._own_loop = True
+        if not self.number:
+            self._locate()
+        if self.rescue is not None:
+            running.enter_context(self.rescue.watching())
+        self._start_clock()
+
+    def end_own_step(self) -> None:
+        """It has ended."""
+        self._after()
 
     def model_begins(self) -> None:
         """A part of the model is called, with gradients."""
@@ -510,17 +520,8 @@ class Adaptive:
         if self._compact and self.rescue is not None:
             self._compact = False
             self.rescue.pager.compact()
-        if self._in_call:
-            return
-        if self._running is None:
-            self._begin_own_step()
-        self._calls += 1
-        if self._calls == UNENDED and not self.number:
-            self._say(
-                "warned",
-                f"the model was called {UNENDED} times and no step has ended: pass every optimizer of the loop to"
-                " adapt(), or call run.step() after each step",
-            )
+        if not self._in_call:
+            self.own.model_begins()
 
     def optimizer_begins(self) -> None:
         """An optimizer's step begins."""
@@ -534,67 +535,23 @@ class Adaptive:
 
     def optimizers_ended(self) -> None:
         """Every optimizer has stepped."""
-        if self._entered and not self._in_call:
-            self._end_own_step()
+        if not self._in_call:
+            self.own.optimizers_ended()
 
-    def _begin_own_step(self) -> None:
-        self._own_loop = True
-        if not self.number:
-            self._locate()
-        running = self._running = ExitStack()
-        try:
-            for listening in self._listening:
-                running.enter_context(listening())
-            if self.rescue is not None:  # below the others: see [Note: the bottom of the stacks]
-                running.enter_context(self.rescue.watching())
-        except BaseException as error:
-            self._break_off()
-            if isinstance(error, RuntimeError):  # inside one of torch.func's transforms hooks are not allowed
-                self._listening = []
-                return
-            raise
-        self._start_clock()
-
-    def _end_own_step(self) -> None:
-        running, self._running = self._running, None
-        self._note_calls(running is not None)
-        if running is None and self.ranks.all.alone:
-            return
-        try:
-            if running is not None:
-                running.close()
-            else:
-                self._start_clock()
-            self._around.close()
-        except BaseException:
-            self._break_off()
-            raise
-        self._after()
-        self.prepare()
-
-    def _break_off(self) -> None:
-        """End a step that does not come to its end, and about which ranks therefore do not agree."""
-        running, self._running = self._running, None
-        for stack in (running, self._around):
-            if stack is not None:
-                stack.__exit__(_BrokenOff, _BrokenOff(), None)
-        self._listening = []
-        self._take_off()
-
-    def _take_off(self) -> None:
+    def take_off(self) -> None:
         """Take off whatever is on for a step; an interrupt may have left some of it."""
         for one in self.measuring:
             one.take_off()
         if self.rescue is not None:
             self.rescue.end_step()
 
-    def _note_calls(self, called: bool) -> None:
+    def note_calls(self, called: bool) -> None:
         """Say so where steps pass by the model that we were given."""
         self._uncalled = 0 if called else self._uncalled + 1
         if self._uncalled == UNCALLED:
             path = find_layers(self.parts[0], self.layers).path.split(".")
             inner = f", such as its {path[0]!r}" if path[0] else ""
-            self._say(
+            self.say(
                 "warned",
                 f"the loop has not called the {type(self.parts[0]).__name__} that adapt() was given in {UNCALLED}"
                 f" steps, so nothing is measured or planned: pass the module that it calls{inner}",
@@ -605,7 +562,7 @@ class Adaptive:
 
         RescueError if there is no room for what is on the host: free memory of the device and call this again.
         """
-        self._break_off()
+        self.own.break_off()
         self._loop.remove()
         self._settle()
         self.journal.save()
