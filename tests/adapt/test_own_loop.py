@@ -480,15 +480,22 @@ def test_an_operator_that_had_written_is_an_error_of_ours_where_nobody_can_repea
 
 def test_a_step_for_which_nothing_is_left_to_offload_is_an_error_of_ours() -> None:
     program = Program("tide")
+    adapted = program.adapt()
 
     def loop() -> None:
-        with program.adapt():
+        with adapted:
             program.step(0)
             faults.shrink_capacity(5, 1 << 30)
             program.step(1)
 
-    with pytest.raises(RescueError, match=r"nothing is left to offload; at least .* needed"):
+    with pytest.raises(RescueError, match=r"nothing is left to offload; at least .* needed") as raised:
         loop()
+    assert ["call remove() again" in note for note in raised.value.__notes__] == [True]  # states are on the host
+    faults.disarm()
+    adapted.remove()
+    assert is_on() == []
+    assert hooks_of(program) == 0
+    program.step(2)
 
 
 @pytest.mark.parametrize("wrong", ["a Policy for other layers", "no optimizer"])
