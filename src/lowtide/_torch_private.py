@@ -50,6 +50,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "COLLECTIVE_NAMESPACES",
     "PLAIN",
+    "WRITES_UNCOUNTED",
     "AutocastState",
     "DeviceContext",
     "DisableTorchFunction",
@@ -570,10 +571,27 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(inner_tensor(tensor).untyped_storage())
 
 
+WRITES_UNCOUNTED = {
+    "aten::cudnn_batch_norm": slice(3, 5),
+    "aten::miopen_batch_norm": slice(3, 5),
+    "aten::native_batch_norm": slice(3, 5),
+    "aten::batch_norm_gather_stats_with_counts": slice(3, 5),
+    "aten::batch_norm_gather_stats": slice(3, 5),
+    "aten::batch_norm_update_stats": slice(1, 3),
+}
+"""Kernels that change their running statistics, which are these arguments: neither their schemas nor versions tell."""
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that a kernel writes into, by its schema."""
+    """The arguments that a kernel writes into, by its schema or by :data:`WRITES_UNCOUNTED`."""
     arguments = func._schema.arguments
     given = [*args, *([None] * (len(arguments) - len(args)))]
+    uncounted = WRITES_UNCOUNTED.get(func._schema.name)
+    if uncounted is not None:
+        values = {argument.name: value for argument, value in zip(arguments, given, strict=False)} | kwargs
+        running = [argument.name for argument in arguments[uncounted]]
+        written = [values[name] for name in running if values[name] is not None]
+        return written if values.get("training", True) else []
     return [
         kwargs.get(argument.name, value)
         for argument, value in zip(arguments, given, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -549,25 +550,23 @@ def test_norms_that_are_unfrozen_after_some_steps_in_whole_layers() -> None:
         exact(stack(lambda: nn.BatchNorm1d(WIDTH)), LayerPolicy(Recompute()), before=before, order=order)
 
 
-def test_a_replay_that_gives_another_form_is_refused_and_both_are_shown() -> None:
-    rows = [8]
-
+def test_a_replay_that_gives_another_form_is_refused_and_both_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sized(Base):
         def forward(self, x: Tensor) -> Tensor:
-            return functional.gelu(x * self.weight)[: rows[0]].sum(0, keepdim=True).expand_as(x[: rows[0]]) + 0.0
+            rows = int(os.environ["ROWS"])  # where nobody looks
+            return functional.gelu(x * self.weight)[:rows].sum(0, keepdim=True).expand_as(x[:rows]) + 0.0
 
     class Summed(Layer):
         def forward(self, x: Tensor) -> Tensor:
             return x + self.down(self.leaf(self.up(x))).sum(0)
 
-    def between(model: nn.Module) -> None:
-        rows[0] = 4
-
-    def before(model: nn.Module, number: int) -> None:
-        rows[0] = 8
-
     with pytest.raises(RebuildError, match=r"shape \(8, 16\), stride \(16, 1\).* replayed it gave shape \(4, 16\)"):
-        run(lambda: Model(lambda: Summed(Sized)), OPERATORS, before=before, between=between)
+        run(
+            lambda: Model(lambda: Summed(Sized)),
+            OPERATORS,
+            before=lambda *_: monkeypatch.setenv("ROWS", "8"),
+            between=lambda _: monkeypatch.setenv("ROWS", "4"),
+        )
 
 
 # What is looked at instead of asked for.
@@ -589,3 +588,96 @@ def test_every_draw_of_python_and_numpy_is_noticed() -> None:
             draw()
             assert (random.getstate(), str(numpy.random.get_state())) == after
         assert (random.getstate(), str(numpy.random.get_state())) == after
+
+
+class FunctionalNorm(nn.Module):
+    """Running statistics without a module of torch's, as several libraries of image models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.batch_norm(self.up(x), self.mean, self.variance, training=self.training)
+        return x + self.down(functional.gelu(hidden))
+
+
+class NormLeaf(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.gelu(functional.batch_norm(x, self.mean, self.variance, self.weight, training=self.training))
+
+
+@under_each
+@pytest.mark.parametrize("later", [False, True], ids=["always", "later"])
+@pytest.mark.parametrize(
+    "build", [lambda: Model(FunctionalNorm), stack(NormLeaf), stack(lambda: nn.BatchNorm1d(WIDTH))]
+)
+def test_running_statistics_are_updated_once(
+    decision: LayerPolicy, build: Callable[[], nn.Module], later: bool
+) -> None:
+    def before(model: nn.Module, number: int) -> None:
+        model.train(not later or number > 3)
+
+    for order in (1, -1):
+        exact(build, decision, before=before, order=order)
+
+
+CALLS = [0]
+NOISE = torch.Generator()
+LOSSES: list[Tensor] = []
+
+
+def global_noise(x: Tensor) -> Tensor:
+    return x + torch.randn(WIDTH, generator=NOISE)
+
+
+class Outside(Base):
+    """Reads and writes variables that are none of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        probabilities = torch.softmax(global_noise(x * self.weight), -1)
+        LOSSES.append(probabilities.square().sum())
+        return functional.gelu(probabilities) * CALLS[0]
+
+
+@recomputed
+def test_variables_that_a_module_names_outside_of_itself(decision: LayerPolicy) -> None:
+    def build() -> nn.Module:
+        NOISE.manual_seed(0)
+        CALLS[0] = 0
+        LOSSES.clear()
+        return With(lambda: Layer(Outside))
+
+    class With(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            losses = sum(LOSSES)
+            LOSSES.clear()
+            return x + losses
+
+    exact(build, decision)
+
+
+@recomputed
+def test_variables_of_the_function_around_a_class(decision: LayerPolicy) -> None:
+    def build() -> nn.Module:
+        calls, scale = 0, [1.0]
+
+        class Closed(Base):
+            def forward(self, x: Tensor) -> Tensor:
+                nonlocal calls
+                calls += 1
+                scale[0] += 0.1
+                return functional.gelu(x * self.weight) * calls * scale[0]
+
+        return stack(Closed)()
+
+    exact(build, decision)

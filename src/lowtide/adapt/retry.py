@@ -28,6 +28,7 @@ import torch
 from lowtide._torch_private import (
     COLLECTIVE_NAMESPACES,
     PLAIN,
+    WRITES_UNCOUNTED,
     TorchDispatchMode,
     dispatch_modes_on,
     insert_dispatch_mode,
@@ -280,7 +281,7 @@ def _nature(func: Any) -> _Nature:
     nature = _Nature(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
         collective=space in COLLECTIVE_NAMESPACES and (space != "_c10d_functional" or bool(written)),
-        writes=bool(written) or name in _WRITING_UNSAID,
+        writes=bool(written) or func._schema.name in WRITES_UNCOUNTED,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         in_parts=name.startswith("_foreach_"),
         two_formulas=has_two_formulas(func),
@@ -292,8 +293,6 @@ def _nature(func: Any) -> _Nature:
 
 
 _TORCHS_OWN = {"aten", "prim", "prims", *COLLECTIVE_NAMESPACES}
-_WRITING_UNSAID = {"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"}
-"""They change their running statistics, and their schemas do not say it."""
 _OVERWRITING = {
     "bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "resize_", "uniform_", "zero_",
     "_foreach_copy_", "_foreach_zero_",

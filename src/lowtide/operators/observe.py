@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import (
     COLLECTIVE_NAMESPACES,
+    WRITES_UNCOUNTED,
     StorageWeakRef,
     TorchDispatchMode,
     hooks_on_top,
@@ -355,8 +356,9 @@ class _Kernels(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in known]
         # Schemas of collectives in place do not say what they fill, and nor do versions.
-        unseen = func.namespace == "c10d"
-        changed = given if unseen else tensors_of(written_arguments(func, args, kwargs))
+        filled = func.namespace == "c10d"
+        changed = given if filled else tensors_of(written_arguments(func, args, kwargs))
+        unseen = filled or func._schema.name in WRITES_UNCOUNTED
         if made or changed:
             self.watcher.kernel(func, given, made, changed, unseen=unseen)
         return result

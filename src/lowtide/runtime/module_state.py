@@ -1,6 +1,7 @@
 """Modules as they were when they were called: what changes them before backward does not change what they did.
 
-Kept are attributes, the containers and objects among them, parameters and buffers. For a replay what has changed since
+Kept are attributes, the containers and objects among them, parameters and buffers, and the variables outside that the
+modules' code names (:mod:`lowtide.runtime.outside`). For a replay what has changed since
 is put back, and after it everything is as it was before the replay. What has not changed is left alone.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import PLAIN, storage_bytes, unseen_by_modes
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared, tracked_version
+from lowtide.runtime.outside import Outside, Variable
 from lowtide.runtime.randomness import is_generator
 
 __all__ = ["Attributes", "BufferCopies", "ModuleStates", "modules_of"]
@@ -43,10 +46,10 @@ def modules_of(layer: nn.Module) -> list[nn.Module]:
 class Attributes:
     """The attributes of some modules, and what is in the containers and objects among them."""
 
-    __slots__ = ("contents", "generators", "holders", "modules", "own", "tensors", "values")
+    __slots__ = ("contents", "generators", "holders", "modules", "outside", "own", "tensors", "values", "variables")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self, modules: Sequence[nn.Module], outside: Outside) -> None:
+        self.modules, self.outside = modules, outside
         self.own = [(vars(module), vars(module).copy()) for module in modules]
         self.holders = [*(now for now, _ in self.own), *(module._modules for module in modules)]
         self.values = tuple(chain.from_iterable(map(dict.values, self.holders)))
@@ -55,15 +58,33 @@ class Attributes:
         self.tensors: list[tuple[str, Tensor]] = []
         self.generators: list[Any] = []
         """From which the modules may draw random numbers."""
+        self.variables: list[tuple[Variable, Any]] = []
+        """What their code names outside of them."""
         seen: set[int] = set()
+        for module in modules:
+            self._name(type(module), seen)
         for _, own in self.own:
             for name in own.keys() - _NOT_ATTRIBUTES:
                 if type(own[name]) not in _PLAIN:
                     self._look_into(name, own[name], seen)
 
+    def _name(self, code: Any, seen: set[int]) -> None:
+        if id(code) in seen:
+            return
+        seen.add(id(code))
+        for variable in self.outside.named_by(code):
+            value = variable.value
+            if value is not ...:
+                self.variables.append((variable, value))
+                if type(value) not in _PLAIN:
+                    self._look_into(variable.name, value, seen)
+
     def _look_into(self, name: str, value: Any, seen: set[int]) -> None:
         if isinstance(value, Tensor):
             self.tensors.append((name, value))
+            return
+        if isinstance(value, FunctionType):
+            self._name(value, seen)
             return
         if id(value) in seen or len(seen) > _LIMIT:
             return
@@ -88,6 +109,7 @@ class Attributes:
             sum(map(len, self.holders)) == len(self.values)
             and all(map(is_, chain.from_iterable(map(dict.values, self.holders)), self.values))
             and all(_same_content(content, saved) for content, saved in self.contents)
+            and all(variable.value is value for variable, value in self.variables)
         )
 
     def put_back(self) -> None:
@@ -100,14 +122,17 @@ class Attributes:
                     now[name] = was[name]
         for content, saved in self.contents:
             _set_content(content, saved)
+        for variable, value in self.variables:
+            if variable.value is not value:
+                variable.set(value)
 
 
 class ModuleStates:
-    """Some modules as they are now. Buffers only if ``buffers`` says so: see :class:`BufferCopies`."""
+    """Some modules as they are now, but for their buffers: see :class:`BufferCopies`."""
 
     __slots__ = ("attributes", "tensors")
 
-    def __init__(self, attributes: Attributes, *, buffers: bool = True) -> None:
+    def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
         self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = [
             (None, name, tensor, tracked_version(tensor)) for name, tensor in self.attributes.tensors
@@ -115,10 +140,9 @@ class ModuleStates:
         """Each with where the module has it, its name and its version; those among attributes, which are put back by
         themselves, without the first."""
         for module in attributes.modules:
-            for holder in (module._parameters, module._buffers) if buffers else (module._parameters,):
-                for name, tensor in holder.items():
-                    if tensor is not None:
-                        self.tensors.append((holder, name, tensor, tracked_version(tensor)))
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    self.tensors.append((module._parameters, name, tensor, tracked_version(tensor)))
 
     @property
     def generators(self) -> list[Any]:
@@ -130,7 +154,7 @@ class ModuleStates:
         """The modules as they were. RebuildError if a tensor of theirs was written to."""
         others = self._others(whose)
         was = self.attributes
-        now = was if was.unchanged() else Attributes(was.modules)
+        now = was if was.unchanged() else Attributes(was.modules, was.outside)
         tensors = [(holder, name, holder[name]) for holder, name, _ in others]
         try:
             if now is not was:
@@ -147,7 +171,7 @@ class ModuleStates:
                 now.put_back()
 
     def _others(self, whose: str) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """The parameters and buffers in whose place others are now."""
+        """The parameters in whose place others are now."""
         found: list[tuple[dict[str, Any], str, Tensor]] = []
         for holder, name, tensor, version in self.tensors:
             if tracked_version(tensor) != version:
@@ -200,7 +224,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dty
 
 
 class BufferCopies:
-    """Copies of a layer's buffers, for layers that write into them and are recomputed as a whole.
+    """Copies of modules' buffers, for modules that write into them and are replayed.
 
     Kernels of running statistics write without counting it in the tensor's version, and a layer may begin to write at
     any time, such as when a norm is unfrozen. So small buffers are copied in every run. Large ones are copied when
@@ -231,7 +255,8 @@ class BufferCopies:
 
     def _copy(self, buffer: Tensor) -> Tensor:
         if storage_bytes(buffer) <= self.SMALL:
-            return buffer.clone()
+            with unseen_by_modes() if type(buffer) in PLAIN else nullcontext():
+                return buffer.clone()
         key, version = id(buffer), tracked_version(buffer)
         known = self.last.get(key)
         if known is not None and known[0] is buffer:

@@ -57,7 +57,7 @@ from lowtide.operators.wrappers import Function
 from lowtide.runtime.ambient import Ambient, restored
 from lowtide.runtime.arguments import Copied, is_shared, tracked_version
 from lowtide.runtime.ledger import Ledger, Line
-from lowtide.runtime.module_state import ModuleStates
+from lowtide.runtime.module_state import BufferCopies, ModuleStates
 from lowtide.runtime.randomness import HostRandom, RandomState
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.view import View
@@ -284,8 +284,9 @@ class CapturedCall:
     """One call of a recomputed operator, ready to be repeated."""
 
     __slots__ = (
-        "ambient", "args", "autocast", "collective", "device", "forms", "function", "host", "inside_forms", "insides",
-        "kwargs", "ledger", "line", "module", "outputs", "pending", "random", "saved", "wanted", "wanted_insides",
+        "ambient", "args", "autocast", "buffers", "collective", "device", "forms", "function", "host", "inside_forms",
+        "insides", "kwargs", "ledger", "line", "module", "outputs", "pending", "random", "saved", "wanted",
+        "wanted_insides",
     )  # fmt: skip
 
     def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger, ambient: Ambient) -> None:
@@ -296,6 +297,7 @@ class CapturedCall:
         self.random: RandomState | None = None
         self.host: HostRandom | None = None
         self.module: ModuleStates | None = None
+        self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self.saved = 0
         """How many tensors it saved on its way."""
         self.collective = False
@@ -389,6 +391,8 @@ class CapturedCall:
             contexts.append(self.host.restored())
         if self.module is not None:
             contexts.append(self.module.restored(self.line.whose))
+        if self.buffers:
+            contexts.append(BufferCopies.restored(self.buffers))
         before = torch.is_grad_enabled()
         set_grad_enabled(True)  # with gradients, as in forward: a kernel may be chosen by that
         try:

@@ -210,10 +210,11 @@ class CapturingRun(Run):
             device = given[0].device if given else torch.device("cpu")
             surroundings = ambient(self.ambient.precision)
             self.open = call = CapturedCall(function, device, line, self.manager.ledger, surroundings)
-            call.hold(args, kwargs, registry)
+            call.hold(*_with_own_statistics(function, args, kwargs), registry)
             generators = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
             if module is not None:
-                call.module = ModuleStates(Attributes((module,)))
+                call.module = ModuleStates(Attributes((module,), self.manager.outside))
+                call.buffers = self.manager.buffers.take((module,))
                 generators += call.module.generators
                 if not type(module).__module__.startswith("torch."):  # torch's own draw from torch's alone
                     call.host = HostRandom()
@@ -258,3 +259,23 @@ class CapturingRun(Run):
             return None
         sources[0].call.want_output(sources[0].output)
         return Cast(sources[0], tensor.dtype, tuple(tensor.shape))
+
+
+def _with_own_statistics(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a norm with copies of its running statistics, which a replay would update once more."""
+    if function not in _UPDATES_STATISTICS:
+        return args, kwargs
+    names = ("running_mean", "running_var")
+    return (
+        tuple(
+            value.clone() if place in (1, 2) and isinstance(value, Tensor) else value
+            for place, value in enumerate(args)
+        ),
+        {name: value.clone() if name in names and value is not None else value for name, value in kwargs.items()},
+    )
+
+
+_UPDATES_STATISTICS = frozenset({nn.functional.batch_norm, nn.functional.instance_norm})
+"""Those that have them as arguments, second and third."""

@@ -39,6 +39,8 @@ from lowtide.runtime.disk import DiskFile
 from lowtide.runtime.host import HostBuffer, HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.module_state import BufferCopies
+from lowtide.runtime.outside import Outside
 from lowtide.runtime.places import DiskPlace, HostPlace, Link
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Schedule
@@ -275,6 +277,8 @@ class SwapManager:
         self.pinned_pool = HostPool(limits.host_bytes, pinned=True)
         self.links: dict[torch.device, Link] = {}
         self._disk: DiskFile | None = None
+        self.buffers, self.outside = BufferCopies(), Outside()
+        """What is known of the modules whose calls are captured."""
         self.keep: Callable[[Tensor], Saved] | None = None
         """Given what stays, so that it can still leave when memory runs out; None: it stays."""
 

@@ -9,7 +9,7 @@ Torch's checkpoint repeats a layer with its tensors, torch's random numbers and 
 - random numbers of Python, numpy, other devices and of generators that the layer holds are drawn again;
 - torch's settings are as they were (:mod:`lowtide.runtime.ambient`).
 
-What a layer reads elsewhere, such as globals, cannot be known.
+What a layer reads elsewhere than :mod:`lowtide.runtime.outside` looks cannot be known.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lowtide.operators.wrappers import Function
 from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.arguments import Copied, is_shared
 from lowtide.runtime.module_state import Attributes, BufferCopies, ModuleStates, modules_of
+from lowtide.runtime.outside import Outside
 from lowtide.runtime.randomness import HostRandom, RandomState, is_accelerator_used
 
 __all__ = ["WholeLayer"]
@@ -39,7 +40,7 @@ class WholeLayer:
 
     def __init__(self, layer: nn.Module, whose: str) -> None:
         self.layer, self.whose = layer, whose
-        self.buffers = BufferCopies()
+        self.buffers, self.outside = BufferCopies(), Outside()
         self.attributes: Attributes | None = None
         """Of its modules, when it was last called; hardly ever have they changed since."""
 
@@ -89,15 +90,15 @@ class _Call:
         self.whose, self.ran = whole.whose, False
         attributes = whole.attributes
         if attributes is None or not attributes.unchanged():
-            attributes = whole.attributes = Attributes(modules_of(whole.layer))
+            attributes = whole.attributes = Attributes(modules_of(whole.layer), whole.outside)
         self.args = tuple([_held(value) for value in args])
         self.kwargs = {name: _held(value) for name, value in kwargs.items()}
-        self.modules = ModuleStates(attributes, buffers=False)
+        self.modules = ModuleStates(attributes)
         self.buffers = whole.buffers.take(attributes.modules)
-        # The checkpoint sees to the host's, and to those of the devices that arguments are on.
-        given = tensors_of((args, kwargs))
-        more = attributes.generators or (is_accelerator_used() and all(tensor.is_cpu for tensor in given))
-        self.random = RandomState(given, attributes.generators) if more else None
+        # The checkpoint sees to the host's, and to those of the devices that positional arguments are on.
+        on_device = any(isinstance(value, torch.Tensor) and not value.is_cpu for value in args)
+        more = attributes.generators or (is_accelerator_used() and not on_device)
+        self.random = RandomState(tensors_of((args, kwargs)), attributes.generators) if more else None
         self.host = HostRandom()
         self.ambient = ambient(precision())
 
