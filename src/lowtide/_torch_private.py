@@ -108,6 +108,7 @@ __all__ = [
     "push_saved_tensors_hooks",
     "raw_saved",
     "remove_dispatch_mode",
+    "remove_function_mode",
     "remove_saved_tensors_hooks",
     "reset_reducer",
     "reset_sharding",
@@ -277,6 +278,16 @@ def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
     if any(one is mode for one in modes):
         above = len(modes) - 1 - max(place for place, one in enumerate(modes) if one is mode)
         _with_modes_lifted(above, lambda: torch._C._pop_torch_dispatch_stack(None))
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Take a function mode off, wherever in the stack it is; nothing if it is not."""
+    if any(one is mode for one in function_modes_on()):
+        lifted = [torch._C._pop_torch_function_stack()]
+        while lifted[-1] is not mode:
+            lifted.append(torch._C._pop_torch_function_stack())
+        for one in reversed(lifted[:-1]):
+            torch._C._push_on_torch_function_stack(one)
 
 
 def hide_dispatch_mode(mode: TorchDispatchMode) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch_private import is_collective, tree_leaves, tree_map
+from lowtide._torch_private import is_collective, remove_function_mode, tree_leaves, tree_map
 from lowtide.operators.wrappers import Function, Wrappers
 
 __all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors_of"]
@@ -70,6 +71,10 @@ class CallTracker:
         self.paused = False
         """Whether what runs now is somebody else's: it is neither told of nor counted."""
         self.mode: _Functions | None = None
+        self.thread = 0
+        """Whose run is followed."""
+        self.begun = False
+        """Whether the listener was told that the layer begins, and not yet that it ends."""
         self.wrappers = Wrappers()
 
     def attach(self) -> None:
@@ -78,28 +83,37 @@ class CallTracker:
             self.wrappers.wrap(module, partial(self._follow, module))
 
     def detach(self) -> None:
-        """Leave the layer as it was."""
+        """Leave the layer as it was, also if its last run was interrupted."""
         self.wrappers.remove()
+        if self.begun and not self.stack:
+            self.end()
 
     def _follow(self, module: nn.Module, forward: Function) -> Function:
         def followed(*args: Any, **kwargs: Any) -> Any:
-            if self.paused or (not self.stack and module is not self.layer):
-                return forward(*args, **kwargs)  # called from outside the layer
-            self._enter(module, args, kwargs)
-            output, completed = None, False
+            # Called from outside the layer, or on another thread than the run that is followed.
+            if self.paused or (self.thread != get_ident() if self.stack else module is not self.layer):
+                return forward(*args, **kwargs)
+            depth, output, completed = len(self.stack), None, False
             try:
+                self._enter(module, args, kwargs)
                 output = forward(*args, **kwargs)
                 completed = True
                 return output
             finally:
-                self._leave(module, output, completed)
+                try:
+                    self._leave(depth, output, completed)
+                except BaseException:  # interrupted: it goes on from where it was
+                    self._leave(depth, output, False)
+                    raise
 
         return followed
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.stack:
             self.counts.clear()
-            self.listener.layer_begins(args, kwargs)  # it may refuse, and then there is nothing to undo
+            self.begun = True
+            self.listener.layer_begins(args, kwargs)  # it may refuse
+            self.thread = get_ident()
             self.mode = _Functions(self)
             self.mode.__enter__()
         self.stack.append(module)
@@ -109,16 +123,27 @@ class CallTracker:
             self.name = self._number(self.paths[module])
             self.listener.call_begins(self.name, Site(self.names[module]), args, kwargs)
 
-    def _leave(self, module: nn.Module, output: Any, completed: bool) -> None:
-        if self.running is module:
+    def _leave(self, depth: int, output: Any, completed: bool) -> None:
+        """The module that was entered at ``depth`` has run, or raised, maybe before it was quite entered."""
+        running = self.running
+        if running is not None and (depth == 0 or running in self.stack[depth:]):
             self.running = None
             self.listener.call_ends(output)
-        self.stack.pop()
-        self.turns.pop()
-        if not self.stack:
-            assert self.mode is not None
-            self.mode.__exit__(None, None, None)
+        del self.stack[depth:]
+        del self.turns[depth:]
+        if depth == 0:
+            self.end(completed=completed)
+
+    def end(self, *, completed: bool = False) -> None:
+        """Take off what is on while the layer runs; nothing if it does not."""
+        if self.mode is not None:
+            remove_function_mode(self.mode)
             self.mode = None
+        self.running = None
+        self.stack.clear()
+        self.turns.clear()
+        if self.begun:
+            self.begun = False
             self.listener.layer_ends(completed=completed)
 
     def _number(self, name: str) -> str:

@@ -32,6 +32,8 @@ from lowtide._torch_private import (
     is_own_output,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    remove_dispatch_mode,
+    remove_saved_tensors_hooks,
     storage_bytes,
     storage_key,
     weak_storage,
@@ -188,13 +190,19 @@ class Watcher:
     def resume(self) -> None:
         """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
         if self.hooks is None:
-            hooks = self.pack
-            push_saved_tensors_hooks(hooks, held_tensor)  # torch may refuse it
-            self.hooks = hooks
+            self.hooks = self.pack
+            try:
+                push_saved_tensors_hooks(self.hooks, held_tensor)
+            except RuntimeError:  # torch may refuse it
+                self.hooks = None
+                raise
         self.kernels = _Kernels(self)
         self.kernels.__enter__()
 
     def layer_ends(self, *, completed: bool = True) -> None:
+        if self.hooks is not None:
+            remove_saved_tensors_hooks(self.hooks)
+            self.hooks = None
         self.pause()
 
     def pause(self) -> None:
@@ -203,7 +211,7 @@ class Watcher:
             self.hooks = None
             pop_saved_tensors_hooks()
         if self.kernels is not None:
-            self.kernels.__exit__(None, None, None)
+            remove_dispatch_mode(self.kernels)
             self.kernels = None
 
     def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -212,9 +220,9 @@ class Watcher:
             self.open.read(self.origin(tensor), tensor)
 
     def call_ends(self, output: Any) -> None:
-        assert self.open is not None
-        self.calls.append(self.open)
-        self.open = None
+        if self.open is not None:  # it may have been interrupted before it was noted
+            self.calls.append(self.open)
+            self.open = None
 
     def collective_begins(self, name: str) -> None:
         self.collectives.append(name)

@@ -410,7 +410,8 @@ class _Follower:
         self.watcher.collective_begins(name)
 
     def layer_ends(self, *, completed: bool) -> None:
-        assert self.watcher is not None
+        if self.watcher is None:  # it was refused to begin
+            return
         self.watcher.layer_ends()
         seen, self.watcher = self.watcher.result(), None
         if not completed or not (seen.packs or torch.is_grad_enabled()):  # without gradients: nothing to learn

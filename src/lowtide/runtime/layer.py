@@ -15,9 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide._torch_private import (
     DisableTorchFunction,
     current_backward,
+    hooks_on_top,
     node_number,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    remove_saved_tensors_hooks,
     storage_key,
     top_saved_tensors_hooks,
     under_compilation,
@@ -40,7 +42,7 @@ from lowtide.runtime.saved import Pack, Saved, unpack
 from lowtide.runtime.schedule import Starts, start
 from lowtide.runtime.swap import Departures, SwapManager, Swapped
 
-__all__ = ["DecidedLayer", "Span", "keeping", "pass_by", "swap_input", "timed_again"]
+__all__ = ["DecidedLayer", "Span", "keeping", "pass_by", "swap_input", "take_off", "timed_again"]
 
 
 class Span:
@@ -171,6 +173,14 @@ def keeping(pack: Pack, manager: SwapManager) -> Pack:
     return pack_and_keep
 
 
+def take_off(pack: Pack) -> None:
+    """Take our hooks off, which are on top of torch's stack unless something was interrupted."""
+    if hooks_on_top(pack):
+        pop_saved_tensors_hooks()
+    else:
+        remove_saved_tensors_hooks(pack)
+
+
 class DecidedLayer:
     """A layer some of whose operators are recomputed or swapped."""
 
@@ -239,11 +249,13 @@ class DecidedLayer:
             makers: dict[Repeated, Any] | None = {} if graftable else None
             run.makers = makers
             pack = run.pack if check is None else check.packing(run)
-            push_saved_tensors_hooks(pack if manager.keep is None else keeping(pack, manager), unpack)
+            if manager.keep is not None:
+                pack = keeping(pack, manager)
             try:
+                push_saved_tensors_hooks(pack, unpack)
                 output = forward(*args, **kwargs)
             finally:
-                pop_saved_tensors_hooks()
+                take_off(pack)
                 run.departures = run.repeated = run.makers = None
             if scheduled:
                 end = first + operators
@@ -270,14 +282,16 @@ class DecidedLayer:
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             first = self.span.enter()
-            run = self.run = CapturingRun(self.program, self.manager, first)
+            run = CapturingRun(self.program, self.manager, first)
+            pack = keeping(run.pack if self.check is None else self.check.packing(run), self.manager)
+            self.run = run
             if self.collectives is not None:
                 self.collectives.registry = run.registry
             try:
-                pack = run.pack if self.check is None else self.check.packing(run)
-                with saved_tensors_hooks(keeping(pack, self.manager), unpack):
-                    output = forward(*args, **kwargs)
+                push_saved_tensors_hooks(pack, unpack)
+                output = forward(*args, **kwargs)
             finally:
+                take_off(pack)
                 self.run = None
                 if self.collectives is not None:
                     self.collectives.registry = None

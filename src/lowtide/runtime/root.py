@@ -25,7 +25,7 @@ from lowtide.operators.wrappers import Function, Wrappers, around
 from lowtide.policy import ResolvedLayer
 from lowtide.runtime.checked import checked
 from lowtide.runtime.intercept import intercept
-from lowtide.runtime.layer import Span, keeping
+from lowtide.runtime.layer import Span, keeping, take_off
 from lowtide.runtime.ledger import ROOT, where
 from lowtide.runtime.program import LayerProgram, compile_layer
 from lowtide.runtime.refuse import refuse_compilation
@@ -166,13 +166,12 @@ class _DecidedRoot:
             first = self.span.enter()
             run = CapturingRun(self.program, manager, first)
             pack = keeping(_checking(run) if self.follower.verify else run.pack, manager)
-            push_saved_tensors_hooks(pack, unpack)  # torch may refuse it
-            self.run, self.pack = run, pack
             try:
+                push_saved_tensors_hooks(pack, unpack)
+                self.run, self.pack = run, pack
                 output = forward(*args, **kwargs)
             finally:
-                if hooks_on_top(pack):  # a layer that was interrupted may not have put them back
-                    pop_saved_tensors_hooks()
+                take_off(pack)  # a layer that was interrupted may not have put them back
                 self.run = self.pack = None
                 self.paused.clear()
                 run.end()
