@@ -7,9 +7,9 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from lowtide._torch_private import version_of, without_graph
+from lowtide._torch_private import is_own_output, version_of, without_graph
 
-__all__ = ["Held", "Hold", "Kept", "held_tensor", "kept_apart"]
+__all__ = ["Held", "Hold", "Kept", "held_tensor", "kept", "kept_apart"]
 
 
 class Held(Protocol):
@@ -51,6 +51,14 @@ def kept_apart(tensor: Tensor) -> Kept:
     is that of the write, which comes after.
     """
     return Kept(without_graph(tensor))
+
+
+def kept(tensor: Tensor) -> Kept:
+    """As :class:`Kept`, apart from the tensor's graph if the node that saves it made it.
+
+    Which tensors are their nodes' own is known of a layer's profile, but the layer may diverge from it.
+    """
+    return kept_apart(tensor) if is_own_output(tensor) else Kept(tensor)
 
 
 def held_tensor(held: Held) -> Tensor:

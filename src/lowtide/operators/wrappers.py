@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import nn
@@ -20,18 +20,55 @@ class Wrappers:
         self.made: list[_Forward] = []
 
     def wrap(self, module: nn.Module, make: Callable[[Function], Function], attribute: str = "forward") -> None:
-        """Replace the module's ``forward``, or another function of it, by what ``make`` makes of it."""
+        """Replace the module's ``forward``, or another function of it, by what ``make`` makes of it.
+
+        It keeps its name and signature: others ask for the names of its arguments.
+        """
         inner = getattr(module, attribute)
         wrapped = _Forward(make(inner))
+        update_wrapper(wrapped, inner, updated=())
         wrapped.module, wrapped.attribute, wrapped.inner = module, attribute, inner
         wrapped.before = vars(module).get(attribute)
         setattr(module, attribute, wrapped)
+        state = vars(module).get(_STATE)
+        if not isinstance(state, _State):
+            state = vars(module)[_STATE] = _State(module)
+        state.wrapped += 1
         self.made.append(wrapped)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         while self.made:
             self.made.pop().remove()
+
+
+_STATE = "__getstate__"
+
+
+class _State:
+    """What a copied or pickled module is made of: all but what stands around its functions.
+
+    A shallow copy takes over what the module has, and with its ``forward`` would run on the original's parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.wrapped = 0
+        """How many of its functions are replaced, and how often."""
+
+    def __call__(self) -> Any:
+        module = self.module
+        state = type(module).__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        found = {}
+        for name, value in state.items():
+            while isinstance(value, _Forward):
+                value = value.before
+            if value is not None or state[name] is None:
+                found[name] = value
+        found.pop(_STATE, None)
+        return found
 
 
 class _Forward(partial):  # type: ignore[type-arg]
@@ -51,6 +88,11 @@ class _Forward(partial):  # type: ignore[type-arg]
     def remove(self) -> None:
         """Be gone, or, where somebody has wrapped this, only hand on what it is given."""
         self.removed = True
+        state = vars(self.module).get(_STATE)
+        if isinstance(state, _State):
+            state.wrapped -= 1
+            if not state.wrapped:
+                del vars(self.module)[_STATE]
         if vars(self.module).get(self.attribute) is not self:
             self.__setstate__((self.inner, (), {}, vars(self)))  # type: ignore[attr-defined]
             return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.operators.calls import Site
 from lowtide.operators.from_nodes import from_nodes
-from lowtide.operators.kept import Kept, kept_apart
+from lowtide.operators.kept import Kept, kept, kept_apart
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.observe import Pack
 from lowtide.policy import Decision, Keep, Recompute, Swap
@@ -164,7 +164,7 @@ def compile_layer(
         # Inside the layer nobody wrote to the others when it was learnt, and outside it nobody else has them.
         checked = pack.rewritten or pack.source in ("boundary", "root")
         if isinstance(decision, Keep) and not reached:
-            actions.append(kept_apart if checked or pack.output else Kept)
+            actions.append(kept_apart if checked or pack.output else kept)
             continue
         owner = BOUNDARY if pack.source == "boundary" else pack.owner
         final = last[pack.storage] == number

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import DisableTorchFunction, is_cast, storage_bytes
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import Kept, kept_apart
+from lowtide.operators.kept import kept, kept_apart
 from lowtide.operators.nodes import read_node
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Keep, Swap
@@ -81,7 +81,7 @@ class Run:
             saved = self.rebuilt(tensor, action)
         if saved is None or saved is tensor:
             apart = action.checked or action.output or self.changed
-            saved = kept_apart(tensor) if apart else Kept(tensor)
+            saved = kept_apart(tensor) if apart else kept(tensor)
         schedule, position = self.manager.schedule, self.first + action.position
         if schedule.next <= position:
             due = schedule.reach(position)
