@@ -96,6 +96,7 @@ class Adaptive:
         stage: int = 0,
         layers: str | None = None,
         directory: Path | None = None,
+        host_is_meant: bool = False,
         say: Callable[[str], None] = logger.info,
         report: Callable[[Plan], None] | None = None,
     ) -> None:
@@ -105,6 +106,8 @@ class Adaptive:
                 raise TypeError(f"adapt() takes optimizers of torch.optim, or one that is around such; found {one!r}")
         self.settings = settings or AdaptSettings()
         self.fixed, self.layers = fixed, layers
+        self.host_is_meant = host_is_meant
+        """Whether a model on the host, beside a device, is there on purpose."""
         self.clock = Clock(_device_of(self.parts))
         self.ranks = Ranks(stage)
         self.journal = Journal(
@@ -205,7 +208,12 @@ class Adaptive:
         if device != self.clock.device and self.rescue is None:
             self.clock = Clock(device)
             self._make_rescue()
-        if self.settings.rescue and device.type == "cpu" and torch.accelerator.is_available():
+        if (
+            self.settings.rescue
+            and not self.host_is_meant
+            and device.type == "cpu"
+            and torch.accelerator.is_available()
+        ):
             self.say(
                 "warned",
                 "the model is on the CPU, where nothing is rescued; move it to its device before its first step",

@@ -42,6 +42,7 @@ def make_adaptive(
         stage=meshes.pipeline.get_local_rank(),
         layers=job.layers,
         directory=directory.path,
+        host_is_meant=True,  # the runner has put it where the file says
         say=_say,
         report=_report,
     )
