@@ -212,8 +212,11 @@ def subclass_wrapper(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, counted where a subclass counts and where its plain tensor does.
 
-    The result of a collective that may still be under way is waited for: until then others may count its writes.
+    The result of a collective that may still be under way is waited for: until then others may count its writes. What
+    was made in inference mode counts nothing, and is always at 0.
     """
+    if tensor.is_inference():
+        return 0
     version = tensor._version
     while type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
         if hasattr(tensor, "trigger_wait"):

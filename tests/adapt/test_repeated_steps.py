@@ -500,3 +500,25 @@ def test_attributes_of_modules_are_set_back_or_the_step_is_not_repeated(in_place
             exact(train)
     else:
         exact(train)
+
+
+def test_buffers_that_were_made_in_inference_mode_are_set_back() -> None:
+    def train(case: Case) -> list[Tensor]:
+        with torch.inference_mode():
+            made = torch.zeros(WIDTH, device="tide")
+        case.model.register_buffer("made", made)
+
+        def step() -> Tensor:
+            with torch.inference_mode():
+                case.model.made.add_(1)
+            case.optimizer.zero_grad()
+            loss = (case.model(case.x) * case.model.made.clone()).square().mean()
+            loss.backward()
+            case.fails()
+            torch.empty(1, device="tide")
+            case.optimizer.step()
+            return loss.detach()
+
+        return case.train(step)
+
+    exact(train)

@@ -128,7 +128,7 @@ class Beginning:
                 module._buffers[name] = buffer  # the step had put another there
         for name, (buffer, version) in self.buffers.items():
             if name in self.copies:
-                with torch.no_grad():
+                with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
                     inner_tensor(buffer).copy_(self.copies[name])
             elif version_of(buffer) != version:
                 raise RescueError(
