@@ -213,6 +213,7 @@ def main() -> int:
             seconds = sum(one.seconds for one in found) / len(found)
             row = (str(len(found)), str(hung), str(failed), f"{worst:.1e}", f"{exact} of {len(whole)}")
             table.add_row(layout.name, name, *row, f"{seconds:.1f}")
+            console.print(f"{layout.name}, {name}: {len(found)} runs, {hung} hung, {failed} failed", style="dim")
     console.print(table)
     seconds = round(time.perf_counter() - begin)
     console.print(f"{counts['runs']} runs of {steps} steps in {seconds} s", highlight=False)
