@@ -35,6 +35,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import _scoped_library as scoped_library
@@ -86,10 +87,12 @@ __all__ = [
     "given_operands",
     "group_name_of",
     "group_named",
+    "has_storage",
     "held_indices",
     "hide_dispatch_mode",
     "hooks_on_top",
     "imagined_process_group",
+    "in_forward_mode",
     "inner_tensor",
     "insert_dispatch_mode",
     "insert_saved_tensors_hooks",
@@ -123,6 +126,7 @@ __all__ = [
     "storage_bytes",
     "storage_key",
     "storage_users",
+    "stored_tensor",
     "subclass_wrapper",
     "taken_apart",
     "top_saved_tensors_hooks",
@@ -541,6 +545,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_forward_mode() -> bool:
+    """Whether tangents are computed now, by ``torch.func.jvp`` or by a dual level."""
+    return forward_ad._current_level >= 0
+
+
 def is_own_output(tensor: Tensor) -> bool:
     """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
     node: Any = tensor.grad_fn
@@ -564,13 +573,41 @@ def current_node() -> Any:
 
 def storage_key(tensor: Tensor) -> int:
     """The address of the tensor's storage object: equal for views, unique while the storage lives."""
-    key: int = inner_tensor(tensor).untyped_storage()._cdata
+    key: int = _storage_of(tensor)._cdata
     return key
 
 
 def storage_bytes(tensor: Tensor) -> int:
     """The size of the tensor's whole storage on this rank."""
-    return inner_tensor(tensor).untyped_storage().nbytes()
+    return _storage_of(tensor).nbytes()
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    try:
+        return inner_tensor(tensor).untyped_storage()
+    except NotImplementedError:
+        return stored_tensor(tensor).untyped_storage()
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor has its values in one storage of its own: not those of sparse layouts, nor those inside vmap."""
+    try:
+        inner_tensor(tensor).untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def stored_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that has the values of one that has no storage itself: sparse, or wrapped by vmap, jvp or grad."""
+    with DisableTorchFunction():
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor._values()
+        elif tensor.layout is not torch.strided:
+            tensor = tensor.values()
+        return inner_tensor(tensor)
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -582,7 +619,7 @@ def storage_users(tensor: Tensor) -> int:
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """A weak reference to the tensor's storage."""
-    return StorageWeakRef(inner_tensor(tensor).untyped_storage())
+    return StorageWeakRef(_storage_of(tensor))
 
 
 WRITES_UNCOUNTED = {

@@ -28,7 +28,9 @@ from lowtide._torch_private import (
     WRITES_UNCOUNTED,
     StorageWeakRef,
     TorchDispatchMode,
+    has_storage,
     hooks_on_top,
+    in_forward_mode,
     is_own_output,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -39,6 +41,7 @@ from lowtide._torch_private import (
     weak_storage,
     written_arguments,
 )
+from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site, tensors_of
 from lowtide.operators.kept import Held, Hold, Kept, held_tensor, kept_apart
 from lowtide.operators.nodes import read_node
@@ -218,6 +221,7 @@ class Watcher:
         self.open = _OpenCall(name, site)
         for tensor in tensors_of((args, kwargs)):
             self.open.read(self.origin(tensor), tensor)
+            self.open.repeatable &= has_storage(tensor)  # what vmap gives a call is nothing outside of it
 
     def call_ends(self, output: Any) -> None:
         if self.open is not None:  # it may have been interrupted before it was noted
@@ -279,6 +283,13 @@ class Watcher:
         if self.open is not None and torch.Tag.nondeterministic_seeded in func.tags:
             self.open.random = True
 
+    def opaque(self, made: list[Tensor]) -> None:
+        """Something ran whose kernels are not seen, and gave these: it is the running call's, and not repeated."""
+        if self.open is not None:
+            self.open.writes, self.open.repeatable = True, False
+        for tensor in made:
+            self.learn(tensor, "operator", self.open.name if self.open is not None else "")
+
     def pack(self, tensor: Tensor) -> Held:
         """Autograd saves a tensor."""
         self.save(tensor)
@@ -303,7 +314,7 @@ class Watcher:
                 storage_bytes(tensor),
                 tuple(tensor.shape),
                 tensor.dtype,
-                tensor.is_floating_point() or tensor.is_complex(),
+                (tensor.is_floating_point() or tensor.is_complex()) and has_storage(tensor),
                 origin.cast,
                 output,
                 by_node=read_node(tensor if base is None else base, held_tensor) is not None,
@@ -349,6 +360,8 @@ class _OpenCall:
 class _Kernels(TorchDispatchMode):
     """Notes who wrote each storage last."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self.watcher = watcher
@@ -357,6 +370,15 @@ class _Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.watcher.holding:
             return func(*args, **kwargs)
+        if in_forward_mode():
+            raise PolicyError(
+                "a layer is differentiated in forward mode (torch.func.jvp, forward_ad) while it is profiled, where"
+                " torch computes with other formulas; recompute the layer as a whole, or keep it"
+            )
+        if not hasattr(func, "_schema"):  # such as torch.cond: what it calls is its own
+            result = func(*args, **kwargs)
+            self.watcher.opaque(tensors_of(result))
+            return result
         given = tensors_of((args, kwargs))
         known = {storage_key(tensor) for tensor in given}
         if self.watcher.open is not None and func.namespace in COLLECTIVE_NAMESPACES:

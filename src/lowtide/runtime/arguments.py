@@ -17,23 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import PLAIN, version_of
+from lowtide._torch_private import version_of
 from lowtide.errors import RebuildError
 
-__all__ = ["Copied", "is_shared", "tracked_version"]
+__all__ = ["Copied", "is_shared"]
 
 _LIMIT = 20_000
 """No argument is made of more objects than this; what is further away is taken for a world of its own."""
-
-
-def tracked_version(tensor: Tensor) -> int:
-    """How often a tensor was written to; always 0 for those of inference mode, of which nobody counts that."""
-    if type(tensor) in PLAIN:
-        try:
-            return tensor._version
-        except RuntimeError:
-            return 0
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 class Copied:
@@ -44,15 +34,15 @@ class Copied:
     def __init__(self, value: Any) -> None:
         copier = _Copier()
         self.value = copier.copy(value)
-        self.tensors = [(tensor, tracked_version(tensor)) for tensor in copier.tensors.values()]
+        self.tensors = [(tensor, version_of(tensor)) for tensor in copier.tensors.values()]
 
     def again(self, whose: str) -> Any:
         """A copy for one replay; RebuildError if a tensor in it was written to."""
         for tensor, version in self.tensors:
-            if tracked_version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RebuildError(
                     f"{whose} cannot be recomputed: a tensor of shape {tuple(tensor.shape)} in one of its arguments was"
-                    f" changed in place after it ran (version {tracked_version(tensor)}, expected {version}); keep it"
+                    f" changed in place after it ran (version {version_of(tensor)}, expected {version}); keep it"
                 )
         return _Copier().copy(self.value)
 

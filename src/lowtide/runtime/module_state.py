@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import PLAIN, storage_bytes, unseen_by_modes
+from lowtide._torch_private import PLAIN, storage_bytes, unseen_by_modes, version_of
 from lowtide.errors import RebuildError
-from lowtide.runtime.arguments import is_shared, tracked_version
+from lowtide.runtime.arguments import is_shared
 from lowtide.runtime.outside import Outside, Variable
 from lowtide.runtime.randomness import is_generator
 
@@ -135,14 +135,14 @@ class ModuleStates:
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
         self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = [
-            (None, name, tensor, tracked_version(tensor)) for name, tensor in self.attributes.tensors
+            (None, name, tensor, version_of(tensor)) for name, tensor in self.attributes.tensors
         ]
         """Each with where the module has it, its name and its version; those among attributes, which are put back by
         themselves, without the first."""
         for module in attributes.modules:
             for name, tensor in module._parameters.items():
                 if tensor is not None:
-                    self.tensors.append((module._parameters, name, tensor, tracked_version(tensor)))
+                    self.tensors.append((module._parameters, name, tensor, version_of(tensor)))
 
     @property
     def generators(self) -> list[Any]:
@@ -174,10 +174,10 @@ class ModuleStates:
         """The parameters in whose place others are now."""
         found: list[tuple[dict[str, Any], str, Tensor]] = []
         for holder, name, tensor, version in self.tensors:
-            if tracked_version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RebuildError(
                     f"{whose} cannot be recomputed: {name}, a tensor of its module, was changed in place after it ran"
-                    f" (version {tracked_version(tensor)}, expected {version}); keep it"
+                    f" (version {version_of(tensor)}, expected {version}); keep it"
                 )
             if holder is None or holder.get(name) is tensor:
                 continue
@@ -257,7 +257,7 @@ class BufferCopies:
         if storage_bytes(buffer) <= self.SMALL:
             with unseen_by_modes() if type(buffer) in PLAIN else nullcontext():
                 return buffer.clone()
-        key, version = id(buffer), tracked_version(buffer)
+        key, version = id(buffer), version_of(buffer)
         known = self.last.get(key)
         if known is not None and known[0] is buffer:
             if known[1] == version:

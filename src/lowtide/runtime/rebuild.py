@@ -55,7 +55,7 @@ from lowtide.operators.calls import mapped, tensors_of
 from lowtide.operators.nodes import NodeCall, NodeForm
 from lowtide.operators.wrappers import Function
 from lowtide.runtime.ambient import Ambient, restored
-from lowtide.runtime.arguments import Copied, is_shared, tracked_version
+from lowtide.runtime.arguments import Copied, is_shared
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.module_state import BufferCopies, ModuleStates
 from lowtide.runtime.randomness import HostRandom, RandomState
@@ -236,7 +236,7 @@ class _Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | Saved = tensor
         """Itself, or where it is now, if it was swapped after it was captured."""
-        self.version = tracked_version(tensor)
+        self.version = version_of(tensor)
         self.requires_grad = False
         """Whether it was, where it is away; a tensor that is here knows by itself."""
 
@@ -432,10 +432,10 @@ class CapturedCall:
             tensor = value.tensor
             if not isinstance(tensor, Tensor):
                 return unpack(tensor).detach().requires_grad_(value.requires_grad)
-            if tracked_version(tensor) != value.version:
+            if version_of(tensor) != value.version:
                 raise RebuildError(
                     f"{self.line.whose} cannot be recomputed: one of its inputs was"
-                    f" changed in place after it ran (version {tracked_version(tensor)}, expected {value.version});"
+                    f" changed in place after it ran (version {version_of(tensor)}, expected {value.version});"
                     " keep this operator"
                 )
             return tensor  # the graph that grows on it is dropped at once
@@ -518,7 +518,7 @@ class Registry:
         """Let go of held arguments that are swapped: they come back from there."""
         for held in self.held:
             tensor = held.tensor
-            if isinstance(tensor, Tensor) and tracked_version(tensor) == held.version:
+            if isinstance(tensor, Tensor) and version_of(tensor) == held.version:
                 saved = away(tensor)
                 if saved is not None:
                     held.requires_grad, held.tensor = tensor.requires_grad, saved

@@ -408,13 +408,16 @@ class Departures:
     def _out(self, tensor: Tensor, swap: Swap, line: Line, due: int, alone: bool) -> SavedPart:
         if type(tensor) not in PLAIN:
             whole = taken_apart(tensor)
-            if whole is None:
+            if whole is None or tensor.is_nested:  # the rows of a nested one are known by the tensor of their offsets
                 line.keep(0, f"a {type(tensor).__name__} cannot be taken apart")
                 return tensor
             parts = {name: self._out(part, swap, line, due, alone) for name, part in whole.tensors.items()}
             if all(isinstance(part, Tensor) for part in parts.values()):
                 return tensor
             return _Parts(whole._replace(tensors={}), parts)
+        if tensor.layout is not torch.strided:
+            line.keep(0, f"a tensor of layout {tensor.layout} stays")
+            return tensor
         if self.known:
             found = self.find(tensor)
             if found is not None:
