@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from lowtide._torch_private import current_dispatch_mode, pop_saved_tensors_hooks, top_saved_tensors_hooks
+from left_on import take_off
+from lowtide._torch_private import function_modes
 from ranks import Ranks
 
 # The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be
@@ -23,14 +23,11 @@ settings.load_profile("lowtide")
 
 @pytest.fixture(autouse=True)
 def _nothing_left_on() -> Iterator[None]:
-    """What a test leaves on, a mode or hooks, is taken off, so that the next ones do not run in it, and is named."""
+    """A test that leaves a mode, hooks or a patched function on fails; they are taken off, for the sake of the next."""
+    modes = function_modes()
     yield
-    while (mode := current_dispatch_mode()) is not None:
-        warnings.warn(f"the test left {mode} on", stacklevel=1)
-        mode.__exit__(None, None, None)
-    while (hooks := top_saved_tensors_hooks(False)) is not None:
-        warnings.warn(f"the test left {hooks} on", stacklevel=1)
-        pop_saved_tensors_hooks()
+    left = take_off(modes)
+    assert not left, f"the test left on: {', '.join(left)}"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from attacks import (
     hooks,
     loops,
     memory,
+    models,
     modes,
     mutation,
     optimizers,
@@ -55,12 +56,13 @@ ATTACKS = _attacks_in(
     transactional,
     out_of_memory,
     streams,
+    models,
 )
 
 CHECKS = _attacks_in(checks)
 """Of the runner itself; no attacks."""
 
-TRANSFORMERS: tuple[str, ...] = ()
+TRANSFORMERS = models.CLASSES
 """Classes of transformers that attacks build; imported before the attacks are forked."""
 
 NOT_YET: frozenset[str] = frozenset(
