@@ -20,10 +20,13 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from queue import Queue
 
 import torch
 from rich.console import Console
@@ -31,9 +34,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from parity_cases import GRID, Outcome, case, run_case
+from parity_cases import DEVICES, GRID, Outcome, case, run_case
 
-CASES, QUICK = 1020, 60
+CASES, QUICK = 1020, len(GRID)
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
@@ -80,25 +83,31 @@ def _outcomes(numbers: range, workers: int) -> Iterator[Outcome]:
     if workers <= 1:
         yield from map(_outcome, numbers)
         return
-    # A process has its models and its runs without lowtide for itself: each gets the cells of the grid in turns.
-    context = get_context("spawn")
-    results: Any = context.SimpleQueue()
-    processes = [
-        context.Process(target=_work, args=(numbers[worker::workers], results), daemon=True)
-        for worker in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    for _ in numbers:
-        yield results.get()
-    for process in processes:
-        process.join()
+    # A process has its models, and their runs without lowtide, for itself: a cell of the grid belongs to one process.
+    shares = [[number for number in numbers if number // len(DEVICES) % workers == worker] for worker in range(workers)]
+    done: Queue[Outcome | None] = Queue()
+    with ThreadPoolExecutor(workers) as threads:
+        running = [threads.submit(_in_process, share, done) for share in shares]
+        for _ in running:
+            yield from iter(done.get, None)
+        for share in running:
+            share.result()  # or what was raised in it
 
 
-def _work(numbers: range, results: Any) -> None:
-    torch.set_num_threads(1)
-    for number in numbers:
-        results.put(_outcome(number))
+def _in_process(numbers: list[int], done: Queue[Outcome | None]) -> None:
+    """Run cases in a process, and in another one if it dies; None at the end."""
+    waiting = deque(numbers)
+    try:
+        while waiting:
+            with ProcessPoolExecutor(1, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as one:
+                try:
+                    while waiting:
+                        done.put(one.submit(_outcome, waiting[0]).result())
+                        waiting.popleft()
+                except BrokenProcessPool:
+                    done.put(Outcome(case(waiting.popleft()), error="its process died"))
+    finally:
+        done.put(None)
 
 
 def _outcome(number: int) -> Outcome:

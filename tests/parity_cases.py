@@ -27,7 +27,7 @@ from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
 from parity_models import MODELS, VOCABULARY, build, stacks_of
 
-__all__ = ["GRID", "Case", "Outcome", "Run", "case", "random_policy", "run_case"]
+__all__ = ["DEVICES", "GRID", "Case", "Outcome", "Run", "case", "random_policy", "run_case"]
 
 SETTINGS = ("fp32", "autocast", "dropout")
 DEVICES = ("tide", "cpu")

@@ -18,7 +18,8 @@ __all__ = ["CLASSES"]
 
 CLASSES = (
     "AlbertForMaskedLM", "AutoModelForCausalLM", "BartForConditionalGeneration", "BertForMaskedLM",
-    "BigBirdForMaskedLM", "BloomForCausalLM", "CLIPModel", "ConvNextForImageClassification", "DebertaV2ForMaskedLM", "DeepseekV3ForCausalLM",
+    "BigBirdForMaskedLM", "BloomForCausalLM", "CLIPModel", "ConvNextForImageClassification",
+    "DebertaV2ForMaskedLM", "DeepseekV3ForCausalLM",
     "FalconForCausalLM", "FunnelForMaskedLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "GptOssForCausalLM",
     "LlamaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM",
     "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "ResNetForImageClassification",
