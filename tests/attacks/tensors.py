@@ -111,7 +111,7 @@ def cond(side: Side) -> None:
         chosen: Tensor = torch.cond(x.mean() > 0, torch.sin, torch.cos, (x,))
         return chosen
 
-    train(side, calls(either))
+    train(side, calls(either), steps=3)  # each is compiled
 
 
 class Jagged(nn.Module):
