@@ -498,6 +498,43 @@ def test_a_step_for_which_nothing_is_left_to_offload_is_an_error_of_ours() -> No
     program.step(2)
 
 
+@pytest.mark.parametrize("form", ["step", "loop"])
+def test_a_step_with_transforms_that_allow_no_hooks_is_refused_in_our_words(form: str) -> None:
+    program = Program("tide")
+    adapted = program.adapt()
+
+    def step() -> None:
+        torch.func.grad(lambda x: x.square().sum())(program.batch(0) * program.model(program.batch(0)).detach())
+
+    def loop() -> None:
+        with adapted:
+            step()
+
+    with pytest.raises(RescueError, match=r"torch\.func, which allows no saved-tensor hooks"):
+        loop() if form == "loop" else adapted.step(step)
+    adapted.remove()
+    assert hooks_of(program) == 0
+
+
+def test_a_default_device_changes_nothing() -> None:
+    expected = run(Program("tide").step)
+    program = Program("tide")
+    program.batch = lambda number, batch=program.batch: _on_host(batch, number)  # type: ignore[method-assign, misc]
+    with program.adapt() as adapted:
+        torch.set_default_device("tide")
+        try:
+            assert run(program.step) == expected
+        finally:
+            torch.set_default_device(None)
+    assert adapted.plan is not None
+
+
+def _on_host(batch: Callable[[int], Tensor], number: int) -> Tensor:
+    """Drawn as without a default device."""
+    with torch.device("cpu"):
+        return batch(number)
+
+
 @pytest.mark.parametrize("wrong", ["a Policy for other layers", "no optimizer"])
 def test_what_cannot_be_adapted_is_refused_before_anything_changes(wrong: str) -> None:
     program = Program("tide")

@@ -138,9 +138,9 @@ def _whole(tensor: Tensor) -> Tensor:
 def _host_memory(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Memory of the host; pinned copies are several times as fast, but there may be no more of it."""
     try:
-        return torch.empty(count, dtype=dtype, pin_memory=pinned)
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=pinned)
     except RuntimeError:
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")
 
 
 class _OnHost:

@@ -234,7 +234,7 @@ class Rescue:
         """What watching an operator costs on the host, tried out here and now; 0 if that cannot be told."""
         if self._inside or self.pager.away:
             return 0.0
-        one = torch.empty(1)
+        one = torch.empty(1, device="cpu")
 
         def seconds() -> float:
             begin = perf_counter()
@@ -411,7 +411,7 @@ class Rescue:
         if self.ranks == 1 or not self.armed:
             return
         self._agreed = True
-        spoilt = torch.tensor(int(self._spoilt))
+        spoilt = torch.tensor(int(self._spoilt), device="cpu")
         dist.all_reduce(spoilt, dist.ReduceOp.MAX, self.group)
         if spoilt.item():
             raise self._request("an operator of a rank ran out of memory and may have written")

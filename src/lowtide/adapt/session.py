@@ -245,8 +245,10 @@ class Adaptive:
             else:
                 with attempts():
                     result = run()
-        except BaseException:
+        except BaseException as error:
             self.take_off()
+            if _refuses_hooks(error):
+                raise RescueError(_NO_HOOKS) from error
             raise
         finally:
             self._in_call = False
@@ -499,6 +501,8 @@ class Adaptive:
             if error is None:
                 raise
             error.add_note(str(remaining))  # what ended the loop is what its caller has to know
+        if error is not None and _refuses_hooks(error):
+            raise RescueError(_NO_HOOKS) from error
 
     def prepare(self) -> None:
         """Be ready for the next step of somebody's own loop."""
@@ -582,6 +586,17 @@ class Adaptive:
                 self.rescue.remove()
         finally:
             self.ranks.close()
+
+
+_NO_HOOKS = (
+    "a step computes gradients by torch.func, which allows no saved-tensor hooks, and adapt() has some on while it"
+    " measures and where memory is short; compute them by torch.autograd, or use lowtide.apply with a Policy"
+)
+
+
+def _refuses_hooks(error: BaseException) -> bool:
+    """Whether torch has refused to go on because of our hooks."""
+    return isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
 
 
 def _device_of(parts: Sequence[nn.Module]) -> torch.device:

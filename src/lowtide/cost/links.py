@@ -59,7 +59,7 @@ def _link(
     device: torch.device, watch: DeviceWatch | HostWatch, way: Literal["out", "in"], rounds: int, large: int
 ) -> tuple[float, float]:
     """Latency and bytes per second of a link, by a small copy and a large one."""
-    host = torch.zeros(large, dtype=torch.uint8)
+    host = torch.zeros(large, dtype=torch.uint8, device="cpu")
     if device.type != "cpu":
         host = host.pin_memory()
     there = torch.zeros(large, dtype=torch.uint8, device=device)

@@ -55,7 +55,7 @@ class DeviceWatch:
     quantile = 0.5
 
     def __init__(self, device: torch.device, longest: int = LONGEST) -> None:
-        self.host = torch.zeros(longest, dtype=torch.uint8).pin_memory()
+        self.host = torch.zeros(longest, dtype=torch.uint8, device="cpu").pin_memory()
         self.landing = torch.zeros(longest, dtype=torch.uint8, device=device)
         self.begin, self.end = (torch.Event(device, enable_timing=True) for _ in range(2))
 

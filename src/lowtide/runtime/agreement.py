@@ -44,7 +44,7 @@ class Agreement:
 
     def any_of(self, mine: list[bool]) -> list[bool]:
         """For each place of a list as long on every rank: whether it is so on any."""
-        flags = torch.tensor(mine, dtype=torch.uint8)
+        flags = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         if self.group is not None and mine:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in flags.tolist()]
@@ -63,7 +63,7 @@ class Agreement:
 
     def largest(self, mine: Sequence[float]) -> list[float]:
         """For each place of a list as long on every rank: the largest of all ranks' numbers."""
-        numbers = torch.tensor(mine, dtype=torch.float64)
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         if self.group is not None and numbers.numel():
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         found: list[float] = numbers.tolist()
@@ -73,8 +73,8 @@ class Agreement:
         """Each rank's number, in the order of ranks."""
         if self.group is None:
             return [mine]
-        found = torch.empty(len(self.ranks), dtype=torch.int64)
-        dist.all_gather_single(found, torch.tensor([mine], dtype=torch.int64), group=self.group)
+        found = torch.empty(len(self.ranks), dtype=torch.int64, device="cpu")
+        dist.all_gather_single(found, torch.tensor([mine], dtype=torch.int64, device="cpu"), group=self.group)
         return [int(number) for number in found.tolist()]
 
     def close(self) -> None:

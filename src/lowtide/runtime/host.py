@@ -68,7 +68,9 @@ class HostPool:
         if self.taken + size > self.limit and not self._make_room(size):
             return None
         try:
-            memory = torch.empty(size + (0 if self.pinned else PAGE), dtype=torch.uint8, pin_memory=self.pinned)
+            memory = torch.empty(
+                size + (0 if self.pinned else PAGE), dtype=torch.uint8, device="cpu", pin_memory=self.pinned
+            )
         except RuntimeError:  # the machine's limit is lower than ours
             return None
         self.taken += size
