@@ -77,7 +77,6 @@ NOT_YET: frozenset[str] = frozenset(
         "residual_in_place",
         "toggled_gradients",
         "rounding_hooks",
-        "no_grad_inside",
         "raises_in_backward_inside",
         "sparse_coo",
         "sparse_csr",
@@ -89,9 +88,6 @@ NOT_YET: frozenset[str] = frozenset(
         "compiled_leaf_eager",
         "compiled_leaf_aot_eager",
         "compiled_layers_aot_eager",
-        "shallow_copy",
-        "signature",
-        "dropped_graph",
         "long_run",
     }
 )
