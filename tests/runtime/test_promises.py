@@ -238,3 +238,24 @@ def test_bounded(tier: Any) -> None:
     assert manager._disk is None or manager._disk.end <= 60_000
     assert manager.returning_bytes == 0
     assert {note for line in lines(found.attached) for note in line.notes}
+
+
+@pytest.mark.parametrize("place", ["tide", "cpu"])
+def test_a_default_device_does_not_move_host_memory(place: str) -> None:
+    """Host memory is on the host, wherever factories make tensors."""
+    torch.manual_seed(0)
+    model = Stack(gated, 3).to(place)
+    handle = apply(
+        model,
+        Policy((LayerPolicy(Recompute(), boundary=Swap(2)),) * 3, origin="solver"),
+        limits=Limits(minimum_bytes=1),
+    )
+    torch.set_default_device("tide")
+    try:
+        for _ in range(2):
+            model(torch.randn(8, 32, device="cpu").to(place)).sum().backward()
+    finally:
+        torch.set_default_device(None)
+    assert sum(line.swaps for line in lines(handle)) > 0
+    assert not any("limit" in note for line in lines(handle) for note in line.notes)
+    handle.remove()

@@ -681,3 +681,33 @@ def test_variables_of_the_function_around_a_class(decision: LayerPolicy) -> None
         return stack(Closed)()
 
     exact(build, decision)
+
+
+class Clamped(Base):
+    """Writes through ``.data``, which no version counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = torch.softmax(x * self.weight, -1)
+        probabilities.data.clamp_(min=0.05)
+        return probabilities
+
+
+class ClampedLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Softmax(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = self.leaf(self.up(x))
+        probabilities.data.clamp_(min=0.05)
+        return x + self.down(probabilities)
+
+
+@under_each
+@pytest.mark.parametrize(
+    "build", [stack(Clamped), lambda: Model(ClampedLayer), stack(lambda: nn.RReLU())], ids=["leaf", "layer", "rrelu"]
+)
+def test_writes_that_are_not_counted(decision: LayerPolicy, build: Callable[[], nn.Module]) -> None:
+    expected, _ = run(build, None)
+    found, _ = run(build, decision)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert len(found) == len(expected)

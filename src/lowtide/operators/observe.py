@@ -25,9 +25,12 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import (
     COLLECTIVE_NAMESPACES,
+    PLAIN,
     WRITES_UNCOUNTED,
+    DisableTorchFunction,
     StorageWeakRef,
     TorchDispatchMode,
+    count_of_writes,
     has_storage,
     hooks_on_top,
     in_forward_mode,
@@ -38,6 +41,7 @@ from lowtide._torch_private import (
     remove_saved_tensors_hooks,
     storage_bytes,
     storage_key,
+    version_of,
     weak_storage,
     written_arguments,
 )
@@ -79,6 +83,9 @@ class Pack(NamedTuple):
     """Whether the node that made it has saved all that it was made of: see :mod:`lowtide.operators.nodes`."""
     on_host: bool = False
     """Whether it is in the host's own memory, where swapping to the host is a plain copy."""
+    altered: bool = False
+    """Whether its storage was written to, after it was saved or made, without being counted: through ``.data``, or by
+    the very kernel that it was saved for. Backward sees what was written, so only the storage itself will do."""
 
 
 class Call(NamedTuple):
@@ -172,17 +179,27 @@ class Watcher:
         self.kernels: _Kernels | None = None
         self.hooks: Hold | None = None
         """What is on torch's stack of hooks."""
+        self.seen: list[tuple[int, Tensor, int, int]] = []
+        """What was given by calls and saved: the number of its storage, what shares its version, that version, and how
+        often the storage had been written to. See [Note: writes that are not counted]."""
+        self.written: dict[int, int] = {}
+        """How often each storage was written to."""
+        self.altered: set[int] = set()
         for tensor in [*layer.parameters(), *layer.buffers()]:
             self.learn(tensor, "static", "")
 
     def result(self) -> Observation:
+        for call in self.calls:
+            call.repeatable &= not call.made & self.altered
         calls = tuple(call.close() for call in self.calls)
-        return Observation(calls, tuple(self.packs), dict(self.owners), tuple(self.collectives))
+        packs = tuple(pack._replace(altered=pack.storage in self.altered) for pack in self.packs)
+        return Observation(calls, packs, dict(self.owners), tuple(self.collectives))
 
     # Which operator is running.
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.calls, self.packs, self.collectives = [], [], []  # a layer that runs twice is known by its last run
+        self.seen, self.written, self.altered = [], {}, set()
         given = tensors_of((args, kwargs))
         for tensor in given:
             self.origin(tensor)
@@ -203,10 +220,34 @@ class Watcher:
         self.kernels.__enter__()
 
     def layer_ends(self, *, completed: bool = True) -> None:
+        self._compare_writes()
         if self.hooks is not None:
             remove_saved_tensors_hooks(self.hooks)
             self.hooks = None
         self.pause()
+
+    def _compare_writes(self) -> None:
+        """Find the storages that were written to more often than was counted.
+
+        [Note: writes that are not counted]
+        A tensor's version tells that it was written to, and all that is held for backward is compared by it. Some
+        writes do not count: those through ``.data``, and those of a kernel that saves a tensor first and fills it then,
+        such as the noise of RReLU. Autograd, which holds the storage, sees what was written; a copy or a replay would
+        not. So the kernels' writes are counted here, and compared with the versions when the layer ends.
+        """
+        for number, counter, version, writes in self.seen:
+            if self.written.get(number, 0) - writes > version_of(counter) - version:
+                self.altered.add(number)
+        self.seen = []
+
+    def _see(self, tensor: Tensor) -> None:
+        with DisableTorchFunction():  # our own look at it is no operator
+            self._note_version(tensor)
+
+    def _note_version(self, tensor: Tensor) -> None:
+        if type(tensor) in PLAIN and not tensor.is_inference() and has_storage(tensor):
+            number = self.origin(tensor).number
+            self.seen.append((number, count_of_writes(tensor), version_of(tensor), self.written.get(number, 0)))
 
     def pause(self) -> None:
         """Watch nothing for a while."""
@@ -227,6 +268,12 @@ class Watcher:
         if self.open is not None:  # it may have been interrupted before it was noted
             self.calls.append(self.open)
             self.open = None
+            self.holding = True
+            try:
+                for tensor in tensors_of(output):
+                    self._see(tensor)
+            finally:
+                self.holding = False
 
     def collective_begins(self, name: str) -> None:
         self.collectives.append(name)
@@ -259,6 +306,7 @@ class Watcher:
         name = func._schema.name
         for tensor in changed:
             number = self.origin(tensor).number
+            self.written[number] = self.written.get(number, 0) + 1
             for call in [*self.calls, *([self.open] if self.open else [])]:
                 call.repeatable &= number not in call.inputs and not (unseen and number in call.made)
             if self.open is not None and number not in self.open.made:
@@ -297,6 +345,7 @@ class Watcher:
             return Kept(tensor)  # it has no graph, and is to be known as what it is
         self.holding = True
         try:
+            self._see(tensor)
             return self.hold(tensor)
         finally:
             self.holding = False

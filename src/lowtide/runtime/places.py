@@ -170,7 +170,7 @@ class DiskPlace:
         buffer = self.link.pool.get(stash, swapped.shape, swapped.dtype, size)
         pooled = buffer is not None
         if buffer is None:  # the limit is reached; two threads read, so at most two of these are about
-            buffer = HostBuffer(torch.empty(size, dtype=torch.uint8))
+            buffer = HostBuffer(torch.empty(size, dtype=torch.uint8, device="cpu"))
             buffer.shape_as(swapped.shape, swapped.dtype)
         if buffer.available is not None:
             buffer.available.synchronize()

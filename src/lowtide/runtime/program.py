@@ -142,7 +142,7 @@ def compile_layer(
     last = {pack.storage: number for number, pack in enumerate(kind.packs)}
 
     def decide(pack: Pack) -> Decision:
-        if not pack.movable:
+        if not pack.movable or pack.altered:
             return Keep()
         if pack.source == "boundary":
             return boundary
@@ -152,6 +152,8 @@ def compile_layer(
     due = set(due_before)
     for position, pack in zip(positions, kind.packs, strict=True):
         decision = decide(pack)
+        if pack.altered and isinstance(decisions.get(pack.owner), Swap):
+            ledger.line(index, pack.owner).keep(pack.storage_bytes, "written to in a way that torch does not count")
         if isinstance(decision, Swap) and not (pack.on_host and decision.tier == "host"):
             due.add(position + decision.prefetch)
     waiting = sorted(due)

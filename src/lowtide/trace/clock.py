@@ -60,7 +60,7 @@ class Clock:
 
 def _filler(device: torch.device) -> tuple[Tensor, Tensor]:
     """What to copy, and where to; a slow link is given less to do."""
-    host = torch.zeros(MOST, dtype=torch.uint8).pin_memory()
+    host = torch.zeros(MOST, dtype=torch.uint8, device="cpu").pin_memory()
     there = torch.zeros(MOST, dtype=torch.uint8, device=device)
     begin = moment(device)
     there.copy_(host, non_blocking=True)
