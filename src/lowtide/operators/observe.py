@@ -252,8 +252,8 @@ class Watcher:
     def pause(self) -> None:
         """Watch nothing for a while."""
         if hooks_on_top(self.hooks):  # others may have put theirs on top: then ours rest anyway
-            self.hooks = None
             pop_saved_tensors_hooks()
+            self.hooks = None  # after that: an interrupt between the two must not leave hooks that nobody knows of
         if self.kernels is not None:
             remove_dispatch_mode(self.kernels)
             self.kernels = None

@@ -10,7 +10,6 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch_private import (
     DisableTorchFunction,
@@ -143,8 +142,12 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
                 manager.schedule.come_back(one.reference, first + span.count - 1 + swap.prefetch)
             return saved
 
-        with saved_tensors_hooks(keeping(pack, manager), unpack):
+        hooks = keeping(pack, manager)
+        try:
+            push_saved_tensors_hooks(hooks, unpack)
             output = forward(*args, **kwargs)
+        finally:
+            take_off(hooks)
         span.leave(first, output)
         return output
 
