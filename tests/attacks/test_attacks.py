@@ -10,7 +10,7 @@ from attacks.runner import Runner
 
 pytestmark = pytest.mark.xdist_group("attacks")  # one process imports everything once
 SOUND = [name for name in ATTACKS if name not in NOT_YET]
-OFTEN = 4
+OFTEN = 6
 """One attack in so many runs with the other tests, on one device and in two forms; all in all forms are slow."""
 
 
