@@ -78,17 +78,10 @@ NOT_YET: frozenset[str] = frozenset(
         "toggled_gradients",
         "rounding_hooks",
         "raises_in_backward_inside",
-        "sparse_coo",
-        "sparse_csr",
-        "vmap",
-        "jvp",
         "cond",
-        "compiled_function_eager",
         "compiled_function_aot_eager",
-        "compiled_leaf_eager",
         "compiled_leaf_aot_eager",
         "compiled_layers_aot_eager",
-        "long_run",
     }
 )
 """Attacks that still break something: not run by the tests until they do not."""

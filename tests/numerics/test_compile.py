@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import PolicyError
-from lowtide.runtime.apply import Handle
+from lowtide.policy import LayerPolicy, Policy, Swap
+from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.limits import Limits
 from numerics.model import Value, build, gradients, loss_of, tokens_of, values
 from numerics.policies import ROOT, SWAPPING, apply_column, every_policy, idle
 
@@ -166,3 +168,28 @@ def test_removing_leaves_compiled_layers_as_they_were(column: str) -> None:
         assert handle is not None
         handle.remove()
         assert [(layer.forward, layer._compiled_call_impl) for layer in model.layers] == before
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["in a leaf", "in the layer"])
+def test_a_layer_that_calls_a_compiled_function_is_refused(leaf: bool) -> None:
+    function = torch.compile(lambda x: torch.tanh(x) * x, backend="eager")
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.gate = nn.Linear(4, 4), Gate()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            return self.gate(x) if leaf else function(x)
+
+    model = nn.Sequential(Layer(), Layer(), Layer())
+    handle = apply(model, Policy((LayerPolicy(Swap(2)),) * 3), limits=Limits(minimum_bytes=1))
+    with pytest.raises(PolicyError, match="calls a function that"):
+        model(torch.randn(2, 4))
+    handle.remove()
+    model(torch.randn(2, 4)).sum().backward()

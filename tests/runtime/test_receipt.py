@@ -12,6 +12,7 @@ from torch import nn
 import tide
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.ledger import WAITING
 from lowtide.runtime.limits import Limits
 
 LAYERS, WIDTH = 4, 256
@@ -127,3 +128,15 @@ def test_it_is_json_and_a_table() -> None:
     assert again["settings"][0]["setting"] == "up"
     assert "the whole layer: swap(2)" in str(receipt)
     assert "KiB" in str(receipt)
+
+
+def test_a_run_without_receipts_does_not_gather_events() -> None:
+    model = nn.Sequential(*(Block() for _ in range(LAYERS))).to("tide")
+    handle = apply(model, Policy((LayerPolicy(Swap(2)),) * LAYERS), limits=Limits(minimum_bytes=1))
+    for _ in range(60):
+        model(torch.randn(4, WIDTH, device="tide")).sum().backward()
+        torch.accelerator.synchronize()
+    assert sum(line.swaps for line in handle.ledger.lines.values()) > 2 * WAITING
+    assert len(handle.ledger.timed) <= WAITING
+    assert handle.receipt().operators
+    handle.remove()

@@ -57,8 +57,11 @@ class CallTracker:
     another module is one too, named after the innermost module. The second call of a name is ``name_1``.
     """
 
-    def __init__(self, layer: nn.Module, listener: CallListener) -> None:
-        self.layer, self.listener = layer, listener
+    def __init__(
+        self, layer: nn.Module, listener: CallListener, before_function: Callable[[], None] = lambda: None
+    ) -> None:
+        """``before_function`` is called before every torch function, also those inside of operators; it may raise."""
+        self.layer, self.listener, self.before_function = layer, listener, before_function
         self.names = {module: name for name, module in layer.named_modules()}
         self.paths = {module: collapse(name) for module, name in self.names.items()}
         self.leaves = {module for module in self.paths if next(module.children(), None) is None}
@@ -155,6 +158,7 @@ class CallTracker:
         """Run a torch function, as an operator if it is one."""
         if self.paused:
             return func(*args, **kwargs)
+        self.before_function()
         for turns in self.turns:
             turns[func] = turns.get(func, -1) + 1
         name = _function_name(func)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from lowtide.runtime.ledger import ROOT, Ledger, Line, where
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
 from lowtide.runtime.receipt import Receipt, write_receipt
-from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.refuse import refuse_compilation, refuse_compiled_function
 from lowtide.runtime.root import RootFollower
 from lowtide.runtime.swap import SwapManager
 from lowtide.runtime.whole import WholeLayer
@@ -313,7 +314,7 @@ class _Follower:
     def watch(self) -> None:
         """Learn the layer when it next runs with gradients."""
         self._undo()
-        self.tracker = CallTracker(self.layer, self)
+        self.tracker = CallTracker(self.layer, self, partial(refuse_compiled_function, self.index))
         self.tracker.attach()
 
     def install(self, due: frozenset[int] = frozenset()) -> None:

@@ -16,8 +16,8 @@ __all__ = ["ROOT", "Ledger", "Line", "where"]
 ROOT = -1
 """Stands where a layer's place does, for what is outside the layers."""
 
-TIMED = 65_536
-"""Timed events that wait for a receipt; older ones are forgotten, so that a run without receipts does not grow."""
+WAITING = 256
+"""Timed events that wait for the device, at least, before those that it has reached are read."""
 
 Clock: TypeAlias = Literal["copy_seconds", "stall_seconds", "recompute_seconds"]
 
@@ -69,7 +69,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.lines: dict[tuple[int, str], Line] = {}
-        self.timed: deque[tuple[Line, Clock, Any, Any]] = deque(maxlen=TIMED)
+        self.timed: deque[tuple[Line, Clock, Any, Any]] = deque()
+        """In the order of their ends, but for streams that overtake each other."""
 
     def line(self, layer: int, operator: str) -> Line:
         """The line of one operator."""
@@ -86,16 +87,24 @@ class Ledger:
         if device.type == "cpu":
             line.recompute_seconds += perf_counter() - begin
         else:
-            self.timed.append((line, "recompute_seconds", begin, self.begin(device)))
+            self.took(line, "recompute_seconds", begin, self.begin(device))
+
+    def took(self, line: Line, clock: Clock, begin: Any, end: Any) -> None:
+        """Count what is between two events, once the device has reached them: a run without receipts does not grow."""
+        self.timed.append((line, clock, begin, end))
+        while len(self.timed) > WAITING and self.timed[0][3].query():
+            self._read()
 
     def settle(self) -> None:
         """Read all events. Waits for the device."""
         while self.timed:
-            line, clock, begin, end = self.timed.popleft()
-            begin.synchronize()
-            end.synchronize()
-            seconds = max(0.0, seconds_between(begin, end))
-            setattr(line, clock, getattr(line, clock) + seconds)
+            self._read()
+
+    def _read(self) -> None:
+        line, clock, begin, end = self.timed.popleft()
+        begin.synchronize()
+        end.synchronize()
+        setattr(line, clock, getattr(line, clock) + max(0.0, seconds_between(begin, end)))
 
     def clear(self) -> None:
         """Begin anew."""

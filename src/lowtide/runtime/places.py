@@ -36,7 +36,7 @@ class Link:
             return None
         copy = self.transfer.copy_out(source, buffer.memory, buffer.available)
         buffer.available = copy.end
-        self.ledger.timed.append((line, "copy_seconds", copy.begin, copy.end))
+        self.ledger.took(line, "copy_seconds", copy.begin, copy.end)
         return copy
 
     def wait_out(self, written: Copy | None) -> None:
@@ -61,7 +61,7 @@ class Link:
         event = written.end if written is not None else None
         copy = self.transfer.copy_back(buffer.memory, swapped.target, event, ready)
         buffer.available = copy.end
-        self.ledger.timed.append((swapped.line, "copy_seconds", copy.begin, copy.end))
+        self.ledger.took(swapped.line, "copy_seconds", copy.begin, copy.end)
         swapped.back = copy
 
     def wait_back(self, swapped: Swapped) -> None:
@@ -76,7 +76,7 @@ class Link:
         if not back.awaited:
             arrived = torch.Event(self.transfer.device, enable_timing=True)
             arrived.record(user)
-            self.ledger.timed.append((swapped.line, "stall_seconds", arrived, back.end))
+            self.ledger.took(swapped.line, "stall_seconds", arrived, back.end)
         user.wait_event(back.end)
         back.awaited.append(user)
         if user != back.computation:

@@ -6,7 +6,7 @@ from lowtide._torch_private import under_compilation
 from lowtide.errors import PolicyError
 from lowtide.runtime.ledger import where
 
-__all__ = ["refuse_compilation"]
+__all__ = ["refuse_compilation", "refuse_compiled_function"]
 
 
 def refuse_compilation(index: int) -> None:
@@ -16,4 +16,17 @@ def refuse_compilation(index: int) -> None:
             f"{where(index)} runs inside torch.compile, where single operators cannot be decided and nothing can be"
             " swapped; recompute the layer as a whole, or compile its layers first and then apply a Policy that swaps"
             " whole layers"
+        )
+
+
+def refuse_compiled_function(index: int) -> None:
+    """Raise if a function runs, somewhere in the layer, that was compiled by itself.
+
+    While the layer is profiled, modes keep such a function from being compiled, so that it shows operators which are
+    not there later.
+    """
+    if under_compilation():
+        raise PolicyError(
+            f"{where(index)} calls a function that torch.compile has compiled, whose operators cannot be decided and"
+            " whose tensors cannot be swapped; recompute the layer as a whole, or do not compile that function"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -28,7 +29,7 @@ from lowtide.runtime.intercept import intercept
 from lowtide.runtime.layer import Span, keeping, take_off
 from lowtide.runtime.ledger import ROOT, where
 from lowtide.runtime.program import LayerProgram, compile_layer
-from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.refuse import refuse_compilation, refuse_compiled_function
 from lowtide.runtime.run import CapturingRun
 from lowtide.runtime.saved import Pack, Saved, unpack
 from lowtide.runtime.swap import SwapManager
@@ -68,6 +69,7 @@ class RootFollower:
         self.remove()
         self.watched = Root(self.model, self.layers)
         self.watched.tracker.listener = self
+        self.watched.tracker.before_function = partial(refuse_compiled_function, ROOT)
         self.watching.enter_context(self.watched.watch())
 
     def install(self, resolved: ResolvedLayer, between: int) -> frozenset[int]:
