@@ -73,9 +73,6 @@ NOT_YET: frozenset[str] = frozenset(
     {
         "checkpointed_batch_norm",
         "data_clamp",
-        "static_input",
-        "residual_in_place",
-        "toggled_gradients",
         "rounding_hooks",
         "raises_in_backward_inside",
         "cond",

@@ -41,7 +41,16 @@ class Straight(nn.Module):
         return self.head(x)
 
 
-@attack("the next batch is copied into the static input buffer before backward", treatments=EVERY, devices=BOTH)
+WRITTEN = ("modified by an inplace operation",)
+"""What torch says where a whole layer's input was written to before the layer is recomputed: in docs/runtime.md."""
+
+
+@attack(
+    "the next batch is copied into the static input buffer before backward",
+    treatments=EVERY,
+    devices=BOTH,
+    documented=WRITTEN,
+)
 def static_input(side: Side) -> None:
     static = torch.zeros(8, WIDTH, device=side.device)
 
@@ -63,7 +72,7 @@ class InPlace(Straight):
         return self.head(x)
 
 
-@attack("the residual is added in place to a layer's input", treatments=EVERY, devices=BOTH)
+@attack("the residual is added in place to a layer's input", treatments=EVERY, devices=BOTH, documented=WRITTEN)
 def residual_in_place(side: Side) -> None:
     train(side, InPlace())
 

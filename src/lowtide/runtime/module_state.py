@@ -130,10 +130,12 @@ class Attributes:
 class ModuleStates:
     """Some modules as they are now, but for their buffers: see :class:`BufferCopies`."""
 
-    __slots__ = ("attributes", "tensors")
+    __slots__ = ("attributes", "gradients", "tensors")
 
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
+        self.gradients: list[tuple[Tensor, bool]] = []
+        """Which parameters were to get one."""
         self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = [
             (None, name, tensor, version_of(tensor)) for name, tensor in self.attributes.tensors
         ]
@@ -143,6 +145,7 @@ class ModuleStates:
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     self.tensors.append((module._parameters, name, tensor, version_of(tensor)))
+                    self.gradients.append((tensor, tensor.requires_grad))
 
     @property
     def generators(self) -> list[Any]:
@@ -156,15 +159,20 @@ class ModuleStates:
         was = self.attributes
         now = was if was.unchanged() else Attributes(was.modules, was.outside)
         tensors = [(holder, name, holder[name]) for holder, name, _ in others]
+        toggled = [(one, wanted) for one, wanted in self.gradients if one.requires_grad != wanted and one.is_leaf]
         try:
             if now is not was:
                 was.put_back()
+            for one, wanted in toggled:
+                one.requires_grad_(wanted)
             for holder, name, tensor in others:
                 holder[name] = tensor
             yield
         finally:
             for holder, name, tensor in tensors:
                 holder[name] = tensor
+            for one, wanted in toggled:
+                one.requires_grad_(not wanted)
             if now is not was:
                 was.put_back()  # a replay may add to containers that are not there now
             if not now.unchanged():
