@@ -28,7 +28,7 @@ from attacks import (
 )
 from attacks.harness import Attack
 
-__all__ = ["ATTACKS", "CHECKS", "NOT_YET", "TRANSFORMERS"]
+__all__ = ["ATTACKS", "AT_RANDOM", "CHECKS", "NOT_YET", "TRANSFORMERS"]
 
 
 def _attacks_in(*nouns: ModuleType) -> dict[str, Attack]:
@@ -62,6 +62,9 @@ ATTACKS = _attacks_in(
     streams,
     models,
 )
+
+AT_RANDOM = frozenset(_attacks_in(signals))
+"""Attacks at random moments: one run says little about the next, so that they are for the benchmark."""
 
 CHECKS = _attacks_in(checks)
 """Of the runner itself; no attacks."""
