@@ -191,8 +191,11 @@ class ModuleStates:
                 continue
             if name not in holder:
                 raise RebuildError(f"{whose} cannot be recomputed: its module has no {name} any more; keep it")
+            # FSDP puts gathered parameters in the place of sharded ones and back, by itself and in time.
+            if type(tensor) not in PLAIN or type(holder[name]) not in PLAIN:
+                continue
             if tensor.numel() and not storage_bytes(tensor):
-                continue  # sharded parameters were gathered again, into another tensor
+                continue
             found.append((holder, name, tensor))
         return found
 
