@@ -74,9 +74,7 @@ TRANSFORMERS = models.CLASSES
 
 NOT_YET: frozenset[str] = frozenset(
     {
-        "checkpointed_batch_norm",
         "data_clamp",
-        "rounding_hooks",
         "raises_in_backward_inside",
         "cond",
         "compiled_function_aot_eager",

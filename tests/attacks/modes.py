@@ -250,7 +250,7 @@ def save_on_cpu_inside(side: Side) -> None:
     train(side, stack(SavesOnHost), batch=sentences(side))
 
 
-@attack("the user's saved-tensor hooks around forward, which round what is saved", treatments=APPLIED)
+@attack("the user's saved-tensor hooks around forward, which round what is saved", treatments=EVERY)
 def rounding_hooks(side: Side) -> None:
     def rounding() -> AbstractContextManager[Any]:
         def pack(tensor: Tensor) -> Tensor:

@@ -39,6 +39,10 @@ PATCHABLE: tuple[tuple[Any, str], ...] = (
 """Functions of torch that something might replace for a while."""
 
 
+_THREADS_OF_OTHERS = ("TMonitor", "_DummyThread")
+"""Classes of tqdm's, and of those that autograd has made and Python has come to know of."""
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The process's global state, to be the same before and after."""
@@ -74,7 +78,7 @@ class Surroundings:
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             autocast=(torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-            threads=sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate()),  # tqdm's
+            threads=sum(type(thread).__name__ not in _THREADS_OF_OTHERS for thread in threading.enumerate()),
         )
 
     def changed(self, later: Surroundings) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lowtide._torch_private import top_saved_tensors_hooks
 from lowtide.errors import UnmatchedError
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
@@ -124,24 +126,46 @@ def test_free_when_unused() -> None:
 
 
 def test_free_when_unused_stands_between_nobody_and_autograd() -> None:
-    """Hooks around the model see every tensor that is saved: no hooks of a layer's own are inside them."""
+    """While a layer that keeps everything runs, no hooks are on."""
 
-    def seen(policy: LayerPolicy | None) -> int:
-        model, count = Stack(gated, 3), 0
+    def hooked(policy: LayerPolicy) -> bool:
+        model, found = Stack(gated, 3), []
+        apply(model, Policy((policy,) * 3), limits=ANY)
+        model(batch()).sum().backward()
+        model.layers[1].up.register_forward_hook(lambda *_: found.append(top_saved_tensors_hooks(False)))
+        model(batch()).sum().backward()
+        return found != [None]
+
+    assert not hooked(LayerPolicy())
+    assert hooked(swap("silu"))
+
+
+@pytest.mark.parametrize("policy", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("known", [False, True], ids=["at once", "after a step"])
+def test_hooks_of_others_see_all_that_is_saved(policy: LayerPolicy, known: bool) -> None:
+    """Layers inside them are left to them, and that is said."""
+
+    def seen(policy: LayerPolicy | None) -> list[tuple[int, ...]]:
+        model, shapes = Stack(gated, 3), []
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal count
-            count += 1
+            shapes.append(tuple(tensor.shape))
             return tensor.detach()
 
         if policy is not None:
             apply(model, Policy((policy,) * 3), limits=ANY)
+        if known:
             model(batch()).sum().backward()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(batch())
-        return count
+            model(batch()).sum().backward()
+        return shapes
 
-    assert seen(LayerPolicy()) == seen(None) > seen(swap("silu"))
+    bare = seen(None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert seen(policy) == bare
+    if known and policy != LayerPolicy():
+        assert "are left to those" in str(said[0].message)
 
 
 # 4. Reversible

@@ -364,7 +364,7 @@ class Adaptive:
             self.say(
                 "warned",
                 f"{FRUITLESS} steps could not be measured: in none of them the model's forward and backward were seen,"
-                " or hooks of your own held what it saved; every layer stays recomputed",
+                " or hooks of your own held what it saved; no plan is made",
             )
         if not all(one.complete for one in self.measuring):
             return

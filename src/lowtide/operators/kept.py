@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from lowtide._torch_private import is_own_output, version_of, without_graph
+from lowtide._torch_private import is_own_output, top_saved_tensors_hooks, version_of, without_graph
 
-__all__ = ["Held", "Hold", "Kept", "held_tensor", "kept", "kept_apart"]
+__all__ = ["Held", "Hold", "Kept", "held_tensor", "hooks_of_others", "kept", "kept_apart"]
 
 
 class Held(Protocol):
@@ -64,3 +64,17 @@ def kept(tensor: Tensor) -> Kept:
 def held_tensor(held: Held) -> Tensor:
     """The tensor that is held, whichever way."""
     return held.tensor()
+
+
+def hooks_of_others() -> Any:
+    """What packs the tensors that are saved now, if somebody else's hooks do; None if ours do, or nobody's.
+
+    [Note: hooks of others]
+    Torch asks only the hooks that were put on last. Ours on top of somebody else's would leave those without what they
+    are there for: torch's checkpoint would drop nothing, and hooks that round would round nothing. So where others' are
+    on top when a layer begins, the layer is left to them: nothing in it is learnt, recomputed or swapped.
+    """
+    top = top_saved_tensors_hooks(False)
+    if top is None or getattr(top[1], "__module__", "").startswith("lowtide."):
+        return None
+    return top[0]

@@ -47,7 +47,7 @@ from lowtide._torch_private import (
 )
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site, tensors_of
-from lowtide.operators.kept import Held, Hold, Kept, held_tensor, kept_apart
+from lowtide.operators.kept import Held, Hold, Kept, held_tensor, hooks_of_others, kept_apart
 from lowtide.operators.nodes import read_node
 
 __all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
@@ -179,6 +179,8 @@ class Watcher:
         self.kernels: _Kernels | None = None
         self.hooks: Hold | None = None
         """What is on torch's stack of hooks."""
+        self.aside = False
+        """Whether the layer is left to hooks of others, and nothing is seen. See [Note: hooks of others]."""
         self.seen: list[tuple[int, Tensor, int, int]] = []
         """What was given by calls and saved: the number of its storage, what shares its version, that version, and how
         often the storage had been written to. See [Note: writes that are not counted]."""
@@ -205,10 +207,13 @@ class Watcher:
             self.origin(tensor)
         for tensor in given[:1]:
             self.learn(tensor, "boundary", "")
+        self.aside = hooks_of_others() is not None
         self.resume()
 
     def resume(self) -> None:
         """Watch kernels and saved tensors, from the beginning of the layer or again after a pause."""
+        if self.aside:
+            return
         if self.hooks is None:
             self.hooks = self.pack
             try:

@@ -294,7 +294,8 @@ class _Follower:
         """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
         replayed = WholeLayer(self.layer, line.whose)
         again = replayed.repeated(timed_again(forward, self.handle.ledger, line))
-        whole = replayed.around(communicating(forward, again, self.layer, self.index, self.handle.policy))
+        recomputed = communicating(forward, again, self.layer, self.index, self.handle.policy)
+        whole = replayed.around(recomputed, forward)
 
         def unless_learning(*args: Any, **kwargs: Any) -> Any:
             return whole(*args, **kwargs) if self.tracker is None else forward(*args, **kwargs)

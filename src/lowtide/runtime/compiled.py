@@ -20,7 +20,7 @@ from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Decision, Keep, Swap
 from lowtide.runtime.layer import Span, keeping
 from lowtide.runtime.program import BOUNDARY
-from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.refuse import is_left_alone, refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
 from lowtide.runtime.schedule import Starts
 from lowtide.runtime.swap import Departures, SwapManager
@@ -52,7 +52,7 @@ class CompiledLayer:
     def _swap(self, forward: Function) -> Function:
         def swapped(*args: Any, **kwargs: Any) -> Any:
             refuse_compilation(self.index)
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or is_left_alone():
                 return forward(*args, **kwargs)
             given = tensors_of((args, kwargs))
             run = _Run(self, storage_key(given[0]) if given else 0)

@@ -35,7 +35,7 @@ from lowtide.runtime.intercept import intercept
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import Action, LayerProgram, Part
 from lowtide.runtime.rebuild import Repeated
-from lowtide.runtime.refuse import refuse_compilation
+from lowtide.runtime.refuse import is_left_alone, refuse_compilation
 from lowtide.runtime.run import CapturingRun, Run
 from lowtide.runtime.saved import Pack, Saved, unpack
 from lowtide.runtime.schedule import Starts, start
@@ -84,7 +84,7 @@ class _Gradient:
 
 
 def pass_by(forward: Function, span: Span, index: int) -> Function:
-    """A layer that keeps everything, and in which something of another layer is due."""
+    """A layer that keeps everything, and in which something of another layer may be due."""
 
     def passed(*args: Any, **kwargs: Any) -> Any:
         refuse_compilation(index)
@@ -126,11 +126,15 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
     The input is wanted when backward reaches the layer's last operator.
     """
 
+    aside = pass_by(forward, span, line.layer)
+
     def swapped(*args: Any, **kwargs: Any) -> Any:
         refuse_compilation(line.layer)
         given = tensors_of((args, kwargs))
         if not torch.is_grad_enabled() or not given:
             return forward(*args, **kwargs)
+        if is_left_alone():
+            return aside(*args, **kwargs)
         first, key = span.enter(), storage_key(given[0])
         departures = Departures(manager)
 
@@ -224,6 +228,8 @@ class DecidedLayer:
         by_node = all(action.by_node for action in program.actions if isinstance(action, Action))
         graftable = by_node and bool(part.module)
 
+        aside = pass_by(forward, span, layer)
+
         # Every layer in every step goes through this, and pays for each function that it calls.
         def decided(*args: Any, **kwargs: Any) -> Any:
             nonlocal graftable
@@ -231,14 +237,12 @@ class DecidedLayer:
                 refuse_compilation(layer)
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            hooked = top_saved_tensors_hooks(False) is not None
+            if hooked and is_left_alone():
+                return aside(*args, **kwargs)
             surroundings = ambient(())  # no node that is read back is a matrix product
             begin = node_number()
-            if (
-                self.graft is not None
-                and manager.keep is None
-                and not surroundings.modes
-                and top_saved_tensors_hooks(False) is None
-            ):
+            if self.graft is not None and manager.keep is None and not surroundings.modes and not hooked:
                 output = forward(*args, **kwargs)
                 made = node_number() - begin
                 if not put_on(self.graft, output, made, manager.ledger, surroundings) and made:
@@ -280,10 +284,14 @@ class DecidedLayer:
         return run if run is not None and run.thread == get_ident() else None
 
     def _capture(self, forward: Function) -> Function:
+        aside = pass_by(forward, self.span, self.program.layer)
+
         def capturing(*args: Any, **kwargs: Any) -> Any:
             refuse_compilation(self.program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            if is_left_alone():
+                return aside(*args, **kwargs)
             first = self.span.enter()
             run = CapturingRun(self.program, self.manager, first)
             pack = keeping(run.pack if self.check is None else self.check.packing(run), self.manager)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 from lowtide._torch_private import under_compilation
 from lowtide.errors import PolicyError
+from lowtide.operators.kept import hooks_of_others
 from lowtide.runtime.ledger import where
 
-__all__ = ["refuse_compilation", "refuse_compiled_function"]
+__all__ = ["is_left_alone", "refuse_compilation", "refuse_compiled_function"]
 
 
 def refuse_compilation(index: int) -> None:
@@ -30,3 +33,20 @@ def refuse_compiled_function(index: int) -> None:
             f"{where(index)} calls a function that torch.compile has compiled, whose operators cannot be decided and"
             " whose tensors cannot be swapped; recompute the layer as a whole, or do not compile that function"
         )
+
+
+def is_left_alone() -> bool:
+    """Whether a layer that begins now is left to hooks of others; said once. See [Note: hooks of others]."""
+    pack = hooks_of_others()
+    if pack is None:
+        return False
+    whose = getattr(pack, "__module__", "?")
+    if not whose.startswith("torch."):
+        whose += f".{getattr(pack, '__qualname__', type(pack).__name__)}"
+    warnings.warn(
+        f"lowtide: layers that run inside saved-tensor hooks of {whose} are left to those: nothing in them is"
+        " recomputed or swapped by lowtide",
+        UserWarning,
+        stacklevel=2,
+    )
+    return True

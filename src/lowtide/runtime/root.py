@@ -29,7 +29,7 @@ from lowtide.runtime.intercept import intercept
 from lowtide.runtime.layer import Span, keeping, take_off
 from lowtide.runtime.ledger import ROOT, where
 from lowtide.runtime.program import LayerProgram, compile_layer
-from lowtide.runtime.refuse import refuse_compilation, refuse_compiled_function
+from lowtide.runtime.refuse import is_left_alone, refuse_compilation, refuse_compiled_function
 from lowtide.runtime.run import CapturingRun
 from lowtide.runtime.saved import Pack, Saved, unpack
 from lowtide.runtime.swap import SwapManager
@@ -163,7 +163,7 @@ class _DecidedRoot:
 
         def followed(*args: Any, **kwargs: Any) -> Any:
             refuse_compilation(ROOT)
-            if self.run is not None or not torch.is_grad_enabled():
+            if self.run is not None or not torch.is_grad_enabled() or is_left_alone():
                 return forward(*args, **kwargs)
             first = self.span.enter()
             run = CapturingRun(self.program, manager, first)

@@ -28,6 +28,7 @@ from lowtide.runtime.arguments import Copied, is_shared
 from lowtide.runtime.module_state import Attributes, BufferCopies, ModuleStates, modules_of
 from lowtide.runtime.outside import Outside
 from lowtide.runtime.randomness import HostRandom, RandomState, is_accelerator_used
+from lowtide.runtime.refuse import is_left_alone
 
 __all__ = ["WholeLayer"]
 
@@ -44,12 +45,17 @@ class WholeLayer:
         self.attributes: Attributes | None = None
         """Of its modules, when it was last called; hardly ever have they changed since."""
 
-    def around(self, whole: Function) -> Function:
-        """The layer, recomputed as a whole; ``whole`` runs, first and again, what :meth:`repeated` gave."""
+    def around(self, whole: Function, plain: Function) -> Function:
+        """The layer, recomputed as a whole; ``whole`` runs, first and again, what :meth:`repeated` gave.
+
+        ``plain`` is the layer as it is.
+        """
 
         def captured(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling() or not torch.is_grad_enabled():
                 return whole(*args, **kwargs)
+            if is_left_alone():
+                return plain(*args, **kwargs)
             call = _Call(self, args, kwargs)
             return whole(*call.args, **call.kwargs, **{_CALL: call})
 
