@@ -28,7 +28,7 @@ from attacks import (
 )
 from attacks.harness import Attack
 
-__all__ = ["ATTACKS", "AT_RANDOM", "CHECKS", "NOT_YET", "TRANSFORMERS"]
+__all__ = ["ATTACKS", "AT_RANDOM", "CHECKS", "TRANSFORMERS"]
 
 
 def _attacks_in(*nouns: ModuleType) -> dict[str, Attack]:
@@ -71,15 +71,3 @@ CHECKS = _attacks_in(checks)
 
 TRANSFORMERS = models.CLASSES
 """Classes of transformers that attacks build; imported before the attacks are forked."""
-
-NOT_YET: frozenset[str] = frozenset(
-    {
-        "data_clamp",
-        "raises_in_backward_inside",
-        "cond",
-        "compiled_function_aot_eager",
-        "compiled_leaf_aot_eager",
-        "compiled_layers_aot_eager",
-    }
-)
-"""Attacks that still break something: not run by the tests until they do not."""

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.harness import Attack, Side, attack, train
-from attacks.parts import WIDTH, Block, Scaled, around, calls, stack
-from attacks.treatments import APPLIED
+from attacks.parts import WIDTH, Block, Scaled, around, calls, compiling, stack
+from attacks.treatments import ADAPTED, APPLIED
 
 __all__: list[str] = []
 
 BACKENDS = ("eager", "aot_eager")
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Nothing compiled before, and nothing afterwards: what was compiled holds tensors."""
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
 
 
 def compiled_function(backend: str) -> Attack:
@@ -37,7 +23,7 @@ def compiled_function(backend: str) -> Attack:
 
     return attack(
         f"a function compiled with {backend} is called in a layer", name=f"compiled_function_{backend}",
-        treatments=("operators", "layers", "swap", "boundary", "root recompute"),
+        treatments=("operators", "layers", "swap", "boundary", "root recompute", *ADAPTED),
     )(program)  # fmt: skip
 
 
@@ -55,7 +41,7 @@ def compiled_leaf(backend: str) -> Attack:
 
     return attack(
         f"a function compiled with {backend} is called in a leaf", name=f"compiled_leaf_{backend}",
-        treatments=("operators", "layers", "swap", "boundary"),
+        treatments=("operators", "layers", "swap", "boundary", *ADAPTED),
     )(program)  # fmt: skip
 
 

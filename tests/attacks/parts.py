@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["WIDTH", "Around", "Block", "Calls", "Net", "Scaled", "around", "calls", "stack", "without_dropout"]
+__all__ = [
+    "WIDTH",
+    "Around",
+    "Block",
+    "Calls",
+    "Net",
+    "Scaled",
+    "around",
+    "calls",
+    "compiling",
+    "stack",
+    "without_dropout",
+]
 
 WIDTH = 32
 
@@ -97,3 +111,13 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Nothing compiled before, and nothing afterwards: what was compiled holds tensors."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.harness import Side, attack, train
+from attacks.harness import BOTH, Side, attack, train
 from attacks.parts import WIDTH, Scaled, around, stack
 from attacks.treatments import ADAPTED, EVERY, RECOMPUTED
 
@@ -288,7 +288,7 @@ class Clamped(nn.Module):
         return x + self.second(shares)
 
 
-@attack("p.data.clamp_() after softmax: the replay gave the value before it", treatments=EVERY)
+@attack("p.data.clamp_() after softmax: the replay gave the value before it", treatments=EVERY, devices=BOTH)
 def data_clamp(side: Side) -> None:
     train(side, stack(Clamped))
 

@@ -117,13 +117,10 @@ class Memory:
             files=len(os.listdir("/proc/self/fd")),
         )
 
-    def grown(self, later: Memory) -> list[str]:
-        """What there is more of later, in words."""
-        return [
-            f"{getattr(later, field.name) - getattr(self, field.name)} more {field.name.replace('_', ' ')}"
-            for field in fields(self)
-            if getattr(later, field.name) > getattr(self, field.name)
-        ]
+    def grown(self, later: Memory) -> dict[str, int]:
+        """What there is more of later, and how much."""
+        more = {one.name.replace("_", " "): getattr(later, one.name) - getattr(self, one.name) for one in fields(self)}
+        return {name: count for name, count in more.items() if count > 0}
 
 
 def settled(condition: Callable[[], bool], seconds: float = 1.0) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from attacks.harness import BOTH, Attack, Side, attack, train
-from attacks.parts import WIDTH, calls, stack
+from attacks.parts import WIDTH, calls, compiling, stack
 from attacks.treatments import ADAPTED, EVERY
 
 __all__: list[str] = []
@@ -105,13 +105,14 @@ def jvp(side: Side) -> None:
     train(side, stack(Dual))
 
 
-@attack("torch.cond in a layer: an untyped error", treatments=("operators", "layers", "swap", *ADAPTED))
+@attack("torch.cond in a layer: an untyped error", treatments=("layers", "operators", "swap", *ADAPTED))
 def cond(side: Side) -> None:
     def either(x: Tensor) -> Tensor:
         chosen: Tensor = torch.cond(x.mean() > 0, torch.sin, torch.cos, (x,))
         return chosen
 
-    train(side, calls(either), steps=3)  # each is compiled
+    with compiling():  # each is compiled
+        train(side, calls(either), steps=3)
 
 
 class Jagged(nn.Module):

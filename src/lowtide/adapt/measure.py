@@ -28,6 +28,7 @@ from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import Survey, surveying
 from lowtide.runtime.apply import Structure, structure_of
+from lowtide.runtime.refuse import refuse_compiled_function
 from lowtide.trace.assemble import assemble
 from lowtide.trace.in_place import change_in_place
 from lowtide.trace.phases import Phases
@@ -140,8 +141,11 @@ class Measuring:
 
     @contextmanager
     def _learning(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        hold = self._hold = HostCopies(at_once=False).hold
-        with surveying(self.model, layers=self.layers, hold=hold) as seen:
+        copies = HostCopies(at_once=False)
+        hold = self._hold = copies.hold
+        with surveying(
+            self.model, layers=self.layers, hold=hold, written=copies.written, refuse=refuse_compiled_function
+        ) as seen:
             yield partial(_holding, hold)
         found = seen()
         if found.held.total:  # otherwise nothing has run, or nothing with gradients

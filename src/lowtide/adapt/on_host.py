@@ -6,9 +6,9 @@ are on the device in any case.
 
 [Note: saved before filled]
 An operator saves what it was given before its kernel runs, and some kernels then write into it, uncounted: the noise of
-an RReLU is saved empty. Whoever sees kernels tells of what they have written, and that is copied again. Where nobody
-does, what is not the operator's own result stays on the device until another one saves something: each has a node of
-its own in autograd's graph.
+an RReLU is saved empty. So does whoever writes through ``.data``. Whoever sees kernels tells of what they have written;
+unless that was counted, it is copied again. Where nobody sees them, what is not the operator's own result stays on the
+device until another one saves something: each has a node of its own in autograd's graph.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import (
     DisableTorchFunction,
     StorageWeakRef,
+    count_of_writes,
     inner_tensor,
     is_own_output,
     node_number,
@@ -80,34 +81,41 @@ class HostCopies:
 
     def written(self, tensors: Iterable[Tensor]) -> None:
         """A kernel has written into these."""
-        for tensor in tensors if self.latest else ():
-            copy = self.latest.get(storage_key(tensor))
-            if copy is not None and copy.version == version_of(inner_tensor(tensor)):
-                copy.leave(inner_tensor(tensor))
+        for tensor in tensors if self.copies else ():
+            copy: _HostCopy | None = self.copies.get(storage_key(tensor))
+            if copy is not None and not copy.origin.expired():  # type: ignore[no-untyped-call]
+                copy.renew(inner_tensor(tensor))
 
 
 class _HostCopy:
     """A storage's bytes: on the device until the operator that saved it has ended, on the host from then on."""
 
-    __slots__ = ("__weakref__", "back", "device", "here", "host", "origin", "version")
+    __slots__ = ("__weakref__", "back", "count", "device", "here", "host", "origin", "version")
 
     def __init__(self, tensor: Tensor, version: int) -> None:
         self.here: Tensor | None = _whole(tensor)
-        self.device, self.version = tensor.device, version
+        self.device, self.version, self.count = tensor.device, version, count_of_writes(tensor)
         self.origin: StorageWeakRef = weak_storage(tensor)
         self.host: Tensor | None = None
         self.back: ref[Any] | None = None
 
-    def leave(self, again: Tensor | None = None) -> None:
-        """Copy the bytes, if that is still to be done; or those that are in a tensor's storage ``again``."""
+    def leave(self) -> None:
+        """Copy the bytes, if that is still to be done."""
+        here = self.here
+        if here is not None and here._version == self.version:  # otherwise whoever asks for it is refused
+            self._copy(here)
+            self.here = None
+
+    def renew(self, tensor: Tensor) -> None:
+        """The storage, which is that of ``tensor``, was written to: copy it again, unless that was counted."""
+        if self.host is not None and version_of(self.count) == self.version:
+            self._copy(_whole(tensor))
+
+    def _copy(self, here: Tensor) -> None:
         with DisableTorchFunction(), torch.no_grad():
-            here = self.here if again is None else _whole(again)
-            if here is None or here._version != self.version:
-                return  # written to since: whoever asks for it is refused
             if self.host is None:
                 self.host = _host_memory(here.numel(), here.dtype, pinned=here.device.type != "cpu")
             self.host.copy_(here.view(self.host.dtype))
-        self.here = None
 
     def on_device(self) -> Tensor:
         """The bytes on their device: one storage for all who ask while it lives."""

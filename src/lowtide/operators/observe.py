@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,9 @@ from lowtide.operators.calls import CallTracker, Site, tensors_of
 from lowtide.operators.kept import Held, Hold, Kept, held_tensor, hooks_of_others, kept_apart
 from lowtide.operators.nodes import read_node
 
-__all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "observe"]
+__all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "Written", "observe"]
 
+Result = TypeVar("Result")
 Source = Literal["operator", "boundary", "root", "static"]
 """Whose value a tensor is: an operator's of the layer, the layer's input, something from outside, or a parameter's."""
 
@@ -138,14 +139,23 @@ class _Origin(NamedTuple):
 SavedTensor: TypeAlias = Callable[[Tensor, Source], None]
 """Told about every tensor that autograd saves while a layer runs, and whose value it is."""
 
+Written: TypeAlias = Callable[[list[Tensor]], None]
+"""Told about the tensors that a kernel has written into."""
+
 
 @contextmanager
 def observe(
-    layer: nn.Module, *, saved: SavedTensor | None = None, hold: Hold = kept_apart
+    layer: nn.Module,
+    *,
+    saved: SavedTensor | None = None,
+    hold: Hold = kept_apart,
+    written: Written | None = None,
+    before_function: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], Observation]]:
     """Watch ``layer`` while it runs inside this context; the yielded function gives what was seen.
 
-    ``hold`` says how what is saved for backward is held meanwhile.
+    ``hold`` says how what is saved for backward is held meanwhile; ``before_function`` is called before every torch
+    function, and may raise.
 
     >>> layer = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
     >>> with observe(layer) as seen:
@@ -153,8 +163,8 @@ def observe(
     >>> [(pack.operator, pack.source, pack.owner) for pack in seen().packs]
     [('0', 'boundary', ''), ('0', 'static', ''), ('1', 'operator', '0')]
     """
-    watcher = Watcher(layer, saved, hold)
-    tracker = CallTracker(layer, watcher)
+    watcher = Watcher(layer, saved, hold, written)
+    tracker = CallTracker(layer, watcher, before_function)
     tracker.attach()
     try:
         yield watcher.result
@@ -165,8 +175,14 @@ def observe(
 class Watcher:
     """What is known while a layer runs: whose value each storage holds, and what has been saved."""
 
-    def __init__(self, layer: nn.Module, saved: SavedTensor | None = None, hold: Hold = kept_apart) -> None:
-        self.saved, self.hold = saved, hold
+    def __init__(
+        self,
+        layer: nn.Module,
+        saved: SavedTensor | None = None,
+        hold: Hold = kept_apart,
+        written: Written | None = None,
+    ) -> None:
+        self.saved, self.hold, self.tell = saved, hold, written
         self.holding = False
         """Whether a tensor is being put away: the kernels of that are not the layer's."""
         self.origins: dict[int, _Origin] = {}
@@ -273,12 +289,8 @@ class Watcher:
         if self.open is not None:  # it may have been interrupted before it was noted
             self.calls.append(self.open)
             self.open = None
-            self.holding = True
-            try:
-                for tensor in tensors_of(output):
-                    self._see(tensor)
-            finally:
-                self.holding = False
+            for tensor in tensors_of(output):
+                self._quietly(self._see, tensor)
 
     def collective_begins(self, name: str) -> None:
         self.collectives.append(name)
@@ -309,6 +321,8 @@ class Watcher:
         With ``unseen`` the change is not counted in their versions: whoever made them would be recomputed without it.
         """
         name = func._schema.name
+        if self.tell is not None and changed:
+            self._quietly(self.tell, changed)
         for tensor in changed:
             number = self.origin(tensor).number
             self.written[number] = self.written.get(number, 0) + 1
@@ -348,10 +362,17 @@ class Watcher:
         self.save(tensor)
         if isinstance(tensor, nn.Parameter):
             return Kept(tensor)  # it has no graph, and is to be known as what it is
+        return self._quietly(self._seen_and_held, tensor)
+
+    def _seen_and_held(self, tensor: Tensor) -> Held:
+        self._see(tensor)
+        return self.hold(tensor)
+
+    def _quietly(self, function: Callable[[Any], Result], given: Any) -> Result:
+        """Call something of our own, whose kernels are not the layer's."""
         self.holding = True
         try:
-            self._see(tensor)
-            return self.hold(tensor)
+            return function(given)
         finally:
             self.holding = False
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowtide._torch_private import storage_bytes, under_compilation
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kept import Hold, kept_apart
-from lowtide.operators.observe import Source, Watcher
+from lowtide.operators.observe import Source, Watcher, Written
 from lowtide.operators.wrappers import Hook, around
 
 __all__ = ["Held", "Root"]
@@ -54,9 +54,15 @@ class _Saved(NamedTuple):
 class Root:
     """The part of a model outside its layers, while it is watched."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], hold: Hold = kept_apart) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        hold: Hold = kept_apart,
+        written: Written | None = None,
+    ) -> None:
         self.model, self.layers = model, layers
-        self.watcher = Watcher(model, hold=hold)
+        self.watcher = Watcher(model, hold=hold, written=written)
         self.tracker = CallTracker(model, self.watcher)
         self.inside: list[_Saved] = []
         self.pausing: nn.Module | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
-from lowtide.operators.observe import Observation, observe
+from lowtide.operators.observe import Observation, Written, observe
 from lowtide.operators.root import Held, Root
 from lowtide.policy import Catalogue
 
@@ -57,17 +58,30 @@ def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = Non
 
 @contextmanager
 def surveying(
-    model: nn.Module, *, layers: str | None = None, hold: Hold = kept_apart
+    model: nn.Module,
+    *,
+    layers: str | None = None,
+    hold: Hold = kept_apart,
+    written: Written | None = None,
+    refuse: Callable[[int], None] = lambda layer: None,
 ) -> Iterator[Callable[[], Survey]]:
     """As :func:`survey`, of whatever runs inside this context; the yielded function gives what was seen.
 
     A model that runs more than once is known by its last run. ``hold`` says how what the model saves for backward is
-    held.
+    held, ``written`` is told of what kernels write into, and ``refuse`` is called with a layer's place before every
+    torch function in it.
     """
     found = find_layers(model, layers)
-    root = Root(model, found.modules, hold)
+    root = Root(model, found.modules, hold, written)
     with ExitStack() as stack:
-        results = [stack.enter_context(observe(module, saved=root.saved_inside, hold=hold)) for module in found.modules]
+        results = [
+            stack.enter_context(
+                observe(
+                    module, saved=root.saved_inside, hold=hold, written=written, before_function=partial(refuse, place)
+                )
+            )
+            for place, module in enumerate(found.modules)
+        ]
         stack.enter_context(root.watch())  # after the layers: it pauses before they begin and goes on after they end
         yield lambda: _sum_up(model, found, [result() for result in results], root)
 

@@ -30,8 +30,9 @@ def refuse_compiled_function(index: int) -> None:
     """
     if under_compilation():
         raise PolicyError(
-            f"{where(index)} calls a function that torch.compile has compiled, whose operators cannot be decided and"
-            " whose tensors cannot be swapped; recompute the layer as a whole, or do not compile that function"
+            f"{where(index)} calls torch.cond, or a function that torch.compile has compiled: its operators cannot be"
+            " decided and its tensors cannot be swapped; recompute the layer as a whole with lowtide.apply, or do not"
+            " compile that function"
         )
 
 
