@@ -82,12 +82,12 @@ class Session:
         """The disk's file, when all that was to be written is."""
         disk = self.attached.manager.disk
         for _ in range(1000):
-            if not disk.workers._work_queue.qsize():
+            if not disk.tasks.qsize():
                 break
             time.sleep(0.002)
         for _ in range(2):  # two threads: what was taken from the queue is done when two more are
             disk.submit(time.sleep, 0.02)
-        disk.submit(time.sleep, 0.0).result()
+        disk.submit(time.sleep, 0.0).wait()
         return disk
 
 

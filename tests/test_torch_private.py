@@ -30,6 +30,7 @@ from lowtide._torch_private import (
     count_of_writes,
     current_backward,
     current_node,
+    dict_version,
     dispatch_modes_on,
     drop_pipeline_losses,
     exchange_rows,
@@ -607,3 +608,23 @@ def test_a_generator_is_known_by_its_address() -> None:
         torch.randn(2, generator=generator)
     assert [generator_key(one) for one in seen] == [generator_key(generator)]
     assert generator_key(torch.Generator()) != generator_key(generator)
+
+
+def test_a_mapping_has_another_version_after_every_change() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def step(self) -> None:
+            self.count += 1
+
+    counter = Counter()
+    versions = [dict_version(vars(counter))]
+    for _ in range(200):  # Python specializes what it runs often
+        counter.step()
+        versions.append(dict_version(vars(counter)))
+    assert len(set(versions)) == 201
+    counter.count = counter.count
+    assert dict_version(vars(counter)) == versions[-1]
+    del counter.count
+    assert dict_version(vars(counter)) not in versions

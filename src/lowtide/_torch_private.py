@@ -32,7 +32,7 @@ from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
+from torch._C._dynamo.guards import dict_version, set_is_in_mode_without_ignore_compile_internals
 from torch._C._nn import silu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -73,6 +73,7 @@ __all__ = [
     "current_backward",
     "current_dispatch_mode",
     "current_node",
+    "dict_version",
     "dispatch_modes",
     "dispatch_modes_on",
     "drop_pipeline_losses",

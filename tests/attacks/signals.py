@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,9 +45,13 @@ def interrupted_within(seconds: float) -> Iterator[None]:
 
 
 def still(around: Surroundings, where: str) -> None:
-    """Nothing is on that was not before."""
-    if not settled(lambda: not around.changed(Surroundings.now())):
-        raise Found("left_behind", f"{where}: {'; '.join(around.changed(Surroundings.now()))}")
+    """Nothing is on that was not before; the disk tier's threads work until the Policy is removed."""
+
+    def changed() -> list[str]:
+        return around.changed(replace(Surroundings.now(), threads=around.threads))
+
+    if not settled(lambda: not changed()):
+        raise Found("left_behind", f"{where}: {'; '.join(changed())}")
 
 
 @attack("Ctrl-C at random moments of steps under a Policy: hooks or modes stayed on, the disk tier hung once",
@@ -94,6 +99,8 @@ def adaptive_rounds(side: Side, begin: Callable[[Any, int, Callable[[], None]], 
                 begin(run, turn, one)
             run.remove()
             still(around, f"interrupt {turn}")
+            # What was interrupted while it was entered is left when it is collected.
+            settled(lambda model=model, optimizer=optimizer, shape=shape: shape_of([model], [optimizer]) == shape)
             found = shape_of([model], [optimizer])
             if found != shape:
                 changed = [name for name in shape if shape[name] != found[name]]

@@ -135,7 +135,9 @@ def other_value(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64
     if isinstance(value, tuple):
-        return tuple(not one for one in value) if isinstance(value[0], bool) else tuple(reversed(value))
+        return tuple(not one for one in value)
+    if isinstance(value, list):
+        return value[::-1]
     return {"highest": "medium"}.get(value, "ieee")
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.optim import Optimizer
 
-from lowtide.operators.wrappers import Hook
+from lowtide.operators.wrappers import Hook, take_back
 
 __all__ = ["Listener", "Loop", "unwrapped"]
 
@@ -57,8 +57,7 @@ class Loop:
 
     def remove(self) -> None:
         """Tell no more."""
-        for hook in self.hooks:
-            hook.remove()
+        take_back(hook.remove for hook in self.hooks)
 
     def _model_begins(self, part: nn.Module, args: Any) -> None:
         # Gradients that are carried forward are computed otherwise under a mode, and the loop does not train with them.

@@ -27,6 +27,7 @@ from lowtide.operators.kept import Hold, held_tensor
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import Survey, surveying
+from lowtide.operators.wrappers import take_back
 from lowtide.runtime.apply import Structure, structure_of
 from lowtide.runtime.refuse import refuse_compiled_function
 from lowtide.trace.assemble import assemble
@@ -78,6 +79,8 @@ class Measuring:
         """How what the first step saves is held."""
         self._phases: Phases | None = None
         """Of the step that is recorded now."""
+        self._recorder: Recorder | None = None
+        """Of the step that was recorded last."""
 
     @property
     def complete(self) -> bool:
@@ -93,7 +96,7 @@ class Measuring:
 
     def begin_anew(self) -> None:
         """Forget the recorded steps, but not the operators: batches of another length are to be measured."""
-        self.recorded = []
+        self.recorded, self._recorder = [], None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -102,15 +105,14 @@ class Measuring:
         A step that raises counts for nothing.
         """
         hooks: list[Any] = []
-        for optimizer in self.optimizers:
-            hooks.append(optimizer.register_step_pre_hook(self.optimizer_begins))
-            hooks.append(optimizer.register_step_post_hook(self.optimizer_ends))
         try:
+            for optimizer in self.optimizers:
+                hooks.append(optimizer.register_step_pre_hook(self.optimizer_begins))
+                hooks.append(optimizer.register_step_post_hook(self.optimizer_ends))
             with self.prepared() as listening, listening():
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            take_back(hook.remove for hook in hooks)
 
     @contextmanager
     def prepared(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
@@ -134,8 +136,8 @@ class Measuring:
 
     def take_off(self) -> None:
         """Take off what an interrupt may have left on."""
-        if self._phases is not None:
-            self._phases.recorder.take_off()
+        if self._recorder is not None:
+            self._recorder.take_off()
         if self._hold is not None:
             remove_saved_tensors_hooks(self._hold)
 
@@ -157,6 +159,7 @@ class Measuring:
         copies = HostCopies(at_once=True)
         device = device_of(self.model)
         recorder = Recorder(len(layers), hold=copies.hold, written=copies.written, device=device, timed=True)
+        self._recorder = recorder
         phases = self._phases = Phases(self.model, self.optimizers, recorder, last=self.last)
         try:
             with places(self.model, layers, recorder), phases.following():

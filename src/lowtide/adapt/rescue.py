@@ -45,7 +45,7 @@ from lowtide.adapt.retry import Retry
 from lowtide.errors import ModelError, RescueError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
-from lowtide.operators.wrappers import Hook
+from lowtide.operators.wrappers import Hook, take_back
 from lowtide.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.runtime.apply import Handle as Applied
 from lowtide.runtime.saved import unpack
@@ -195,7 +195,7 @@ class Rescue:
             if not self._agreed:  # no optimizer has stepped
                 self._agree()
         finally:
-            self.end_step()
+            take_back([self.end_step])
 
     def end_step(self) -> None:
         """Take off what is on for a step; nothing if none runs. An interrupt may have left some of it."""
@@ -221,13 +221,13 @@ class Rescue:
         """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
         if not self.armed:
             self.armed = True
-            self._on_layers = [layer.register_forward_pre_hook(Hook(self._before_layer)) for layer in self._layers]
+            for layer in self._layers:  # one by one: an interrupt must not leave hooks that nobody knows of
+                self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
 
     def disarm(self) -> None:
         """From the next step on, watch only the optimizer."""
         self.armed = False
-        for hook in self._on_layers:
-            hook.remove()
+        take_back(hook.remove for hook in self._on_layers)
         self._on_layers = []
 
     def seconds_per_operator(self, calls: int = 100) -> float:
@@ -243,8 +243,8 @@ class Rescue:
             return (perf_counter() - begin) / calls
 
         plain = min(seconds() for _ in range(3))
-        self._retry.on()
         try:
+            self._retry.on()
             watched = min(seconds() for _ in range(3))
         finally:
             self._retry.off()

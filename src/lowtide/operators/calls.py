@@ -146,8 +146,8 @@ class CallTracker:
         self.stack.clear()
         self.turns.clear()
         if self.begun:
+            self.listener.layer_ends(completed=completed)  # once more, if this is interrupted
             self.begun = False
-            self.listener.layer_ends(completed=completed)
 
     def _number(self, name: str) -> str:
         count = self.counts.get(name, 0)

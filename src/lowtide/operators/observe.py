@@ -49,6 +49,7 @@ from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site, tensors_of
 from lowtide.operators.kept import Held, Hold, Kept, held_tensor, hooks_of_others, kept_apart
 from lowtide.operators.nodes import read_node
+from lowtide.operators.wrappers import take_back
 
 __all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "Written", "observe"]
 
@@ -165,11 +166,11 @@ def observe(
     """
     watcher = Watcher(layer, saved, hold, written)
     tracker = CallTracker(layer, watcher, before_function)
-    tracker.attach()
     try:
+        tracker.attach()
         yield watcher.result
     finally:
-        tracker.detach()
+        take_back([tracker.detach])
 
 
 class Watcher:

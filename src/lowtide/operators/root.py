@@ -17,7 +17,7 @@ from lowtide._torch_private import storage_bytes, under_compilation
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.observe import Source, Watcher, Written
-from lowtide.operators.wrappers import Hook, around
+from lowtide.operators.wrappers import Hook, around, take_back
 
 __all__ = ["Held", "Root"]
 
@@ -76,16 +76,15 @@ class Root:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Watch the model while it runs inside this context. Enter it after the contexts that watch the layers."""
-        self.tracker.attach()
-        handles: list[Any] = [self.model.register_forward_pre_hook(Hook(self._begin), prepend=True)]
-        for layer in self.layers:
-            handles += around(layer, self._pause, self._resume)
+        handles: list[Any] = []
         try:
+            self.tracker.attach()
+            handles.append(self.model.register_forward_pre_hook(Hook(self._begin), prepend=True))
+            for layer in self.layers:
+                handles += around(layer, self._pause, self._resume)
             yield
         finally:
-            self.tracker.detach()
-            for handle in handles:
-                handle.remove()
+            take_back([self.tracker.detach, *(handle.remove for handle in handles)])
 
     def saved_inside(self, tensor: Tensor, source: Source) -> None:
         """A layer's watcher saw a tensor saved; what comes from outside the layer may be the root's."""

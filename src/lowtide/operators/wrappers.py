@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Function", "Hook", "Wrappers", "around"]
+__all__ = ["Function", "Hook", "Wrappers", "around", "take_back"]
 
 Function = Callable[..., Any]
 
@@ -29,17 +29,16 @@ class Wrappers:
         update_wrapper(wrapped, inner, updated=())
         wrapped.module, wrapped.attribute, wrapped.inner = module, attribute, inner
         wrapped.before = vars(module).get(attribute)
+        self.made.append(wrapped)  # first: an interrupt must not leave what nobody knows of
+        if _STATE not in vars(module):
+            vars(module)[_STATE] = _State(module)
         setattr(module, attribute, wrapped)
-        state = vars(module).get(_STATE)
-        if not isinstance(state, _State):
-            state = vars(module)[_STATE] = _State(module)
-        state.wrapped += 1
-        self.made.append(wrapped)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         while self.made:
-            self.made.pop().remove()
+            self.made[-1].remove()
+            self.made.pop()
 
 
 _STATE = "__getstate__"
@@ -53,8 +52,6 @@ class _State:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.wrapped = 0
-        """How many of its functions are replaced, and how often."""
 
     def __call__(self) -> Any:
         module = self.module
@@ -88,25 +85,45 @@ class _Forward(partial):  # type: ignore[type-arg]
     def remove(self) -> None:
         """Be gone, or, where somebody has wrapped this, only hand on what it is given."""
         self.removed = True
-        state = vars(self.module).get(_STATE)
-        if isinstance(state, _State):
-            state.wrapped -= 1
-            if not state.wrapped:
-                del vars(self.module)[_STATE]
-        if vars(self.module).get(self.attribute) is not self:
-            self.__setstate__((self.inner, (), {}, vars(self)))  # type: ignore[attr-defined]
-            return
-        before = self.before
-        while isinstance(before, _Forward) and before.removed:
-            before = before.before
-        if before is not None:
-            setattr(self.module, self.attribute, before)
+        own = vars(self.module)
+        if own.get(self.attribute) is self:
+            before = self.before
+            while isinstance(before, _Forward) and before.removed:
+                before = before.before
+            if before is not None:
+                setattr(self.module, self.attribute, before)
+            else:
+                delattr(self.module, self.attribute)
         else:
-            delattr(self.module, self.attribute)
+            self.__setstate__((self.inner, (), {}, vars(self)))  # type: ignore[attr-defined]
+        if not any(isinstance(value, _Forward) for value in own.values()) and isinstance(own.get(_STATE), _State):
+            del own[_STATE]
 
     def __reduce__(self) -> Any:
         # The module itself is being copied, and its copy has no `forward` of its own yet: this finds its class's.
         return (getattr, (self.module, "forward")) if self.before is None else (_same, (self.before,))
+
+
+def take_back(steps: Iterable[Callable[[], object]]) -> None:
+    """Call all of these, the last one first, though an interrupt may come in between: then one of them is called twice.
+
+    >>> done = []
+    >>> take_back([lambda: done.append(1), lambda: done.append(2)])
+    >>> done
+    [2, 1]
+    """
+    waiting = list(steps)
+    try:
+        _call_all(waiting)
+    except BaseException:
+        _call_all(waiting)
+        raise
+
+
+def _call_all(waiting: list[Callable[[], object]]) -> None:
+    while waiting:
+        waiting[-1]()
+        waiting.pop()
 
 
 def around(module: nn.Module, before: Function, after: Function) -> list[Any]:

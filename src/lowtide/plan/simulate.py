@@ -31,6 +31,7 @@ from lowtide.policy import (
     ResolvedLayer,
     resolve,
 )
+from lowtide.policy.collectives import joined, with_collectives
 from lowtide.trace.trace import Part, Trace
 
 __all__ = ["Known", "Played", "shortened", "simulate"]
@@ -190,32 +191,28 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
                 for one in resolved
             ]
         for layer, one, all_of_it in zip(own, resolved, whole, strict=True):
-            found[layer] = (_repeating(trace.parts[trace.layers[layer]], one), one.boundary, all_of_it)
+            found[layer] = (_decisions(trace.parts[trace.layers[layer]], one), one.boundary, all_of_it)
     if len(found) != len(trace.layers):
         raise PlanError(f"the pipeline places {len(found)} layers and the trace has {len(trace.layers)}")
     return [found[layer] for layer in range(len(found))]
 
 
-def _repeating(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
-    """A layer's decisions, with the collectives in them that are to be issued again: those that read what the named
-    operators give, and what puts their results in order."""
-    if not resolved.repeated_collectives:
+def _decisions(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
+    """A layer's decisions, with those for its collectives."""
+    if not resolved.repeated_collectives and not resolved.kept_collectives:
         return resolved.decisions
-    collectives = {kernel.operator for kernel in part.kernels if kernel.ranks}
-    changed = dict(resolved.decisions)
-    for operator in resolved.repeated_collectives:
-        found = {
-            call.operator
-            for call in part.calls
-            if call.operator in collectives and (operator in call.reads or call.operator == operator)
-        }
-        ordering = {
-            call.operator
-            for call in part.calls
-            if call.operator.rpartition(".")[2].startswith("cat") and call.reads and set(call.reads) <= found
-        }
-        changed |= {name: Recompute() for name in found | ordering if changed.get(name) == Keep()}
+    communicating = {kernel.operator for kernel in part.kernels if kernel.ranks}
+    changed, _ = with_collectives(
+        resolved,
+        joined((call.operator, call.reads) for call in part.calls if call.operator in communicating),
+        joined((call.operator, call.reads) for call in part.calls if _is_cat(call.operator)),
+    )
     return changed
+
+
+def _is_cat(operator: str) -> bool:
+    """Whether an operator, such as ``mlp.cat_1``, puts what others gave in order."""
+    return operator.rpartition(".")[2].partition("_")[0] == "cat"
 
 
 def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:

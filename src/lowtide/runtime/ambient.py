@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -74,24 +75,23 @@ _SETTINGS = {
     "cuDNN deterministic": _Setting(_PRIVATE._get_cudnn_deterministic, _PRIVATE._set_cudnn_deterministic),
     "oneDNN": _Setting(_PRIVATE._get_mkldnn_enabled, _PRIVATE._set_mkldnn_enabled),
 }
-_READ = tuple(setting.get for setting in _SETTINGS.values())
 _WRITE = tuple(setting.set for setting in _SETTINGS.values())
 
 
-def _reader() -> Callable[[], tuple[Any, ...]]:
+def _reader(settings: dict[str, _Setting]) -> Callable[[], tuple[Any, ...]]:
     """Reads all settings, without a loop: see [Note: the cost of looking]."""
-    names = [f"get{number}" for number in range(len(_READ))]
-    source = f"lambda: ({', '.join(f'{name}()' for name in names)},)"
-    made: Callable[[], tuple[Any, ...]] = eval(source, dict(zip(names, _READ, strict=True)))
+    getters = {f"get{number}": setting.get for number, setting in enumerate(settings.values())}
+    source = f"lambda: ({', '.join(f'{name}()' for name in getters)},)"
+    made: Callable[[], tuple[Any, ...]] = eval(source, dict(getters))
     return made
 
 
-_read_settings = _reader()
+_read_settings = _reader(_SETTINGS)
 
 
 def _fp32(backend: str, operator: str) -> _Setting:
     return _Setting(
-        lambda: _PRIVATE._get_fp32_precision_getter(backend, operator),
+        partial(_PRIVATE._get_fp32_precision_getter, backend, operator),
         lambda value: _PRIVATE._set_fp32_precision_setter(backend, operator, value),
     )
 
@@ -136,13 +136,11 @@ _PRECISIONS = {
     "reductions of math attention": _Setting(
         _PRIVATE._get_math_sdp_allow_fp16_bf16_reduction, _PRIVATE._set_math_sdp_allow_fp16_bf16_reduction
     ),
-    "order of attention kernels": _Setting(
-        lambda: tuple(_PRIVATE._get_sdp_priority_order()),
-        lambda value: _PRIVATE._set_sdp_priority_order(list(value)),
-    ),
+    "order of attention kernels": _Setting(_PRIVATE._get_sdp_priority_order, _PRIVATE._set_sdp_priority_order),
     "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
 }
 
+_read_precisions = _reader(_PRECISIONS)
 _WRITE_PRECISIONS = tuple(setting.set for setting in _PRECISIONS.values())
 
 Precision: TypeAlias = tuple[Any, ...]
@@ -185,7 +183,7 @@ def ambient(precision: Precision) -> Ambient:
 
 def precision() -> Precision:
     """The precisions now."""
-    found = tuple([setting.get() for setting in _PRECISIONS.values()])
+    found = _read_precisions()
     if found != _Last.precision:
         _Last.precision = found
     return _Last.precision

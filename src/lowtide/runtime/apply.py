@@ -289,6 +289,7 @@ class _Follower:
             self.compiled_layer = CompiledLayer(
                 self.layer, self.index, settings.default, settings.boundary, handle.manager, last
             )
+            self.compiled_layer.attach()
 
     def _unless_learning(self, forward: Function, line: Line) -> Function:
         """Recompute the whole layer, but not while its operators are learnt: a checkpoint would hide them."""
@@ -343,6 +344,7 @@ class _Follower:
                     narrow=narrow,
                 )
                 self.decided.changed = self.watch
+                self.decided.attach()
                 return
         if self.noticed:
             return

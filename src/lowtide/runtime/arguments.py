@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -29,12 +30,17 @@ _LIMIT = 20_000
 class Copied:
     """A value of a call's arguments that can change, as it was when the call began."""
 
-    __slots__ = ("tensors", "value")
+    __slots__ = ("fixed", "tensors", "value")
 
     def __init__(self, value: Any) -> None:
-        copier = _Copier()
-        self.value = copier.copy(value)
-        self.tensors = [(tensor, version_of(tensor)) for tensor in copier.tensors.values()]
+        found: Iterable[Tensor] = value
+        self.value = value
+        if type(value) is not tuple or not all(type(item) is Tensor for item in value):  # as rotary tables are
+            copier = _Copier()
+            self.value, found = copier.copy(value), copier.tensors.values()
+        self.fixed = self.value is value
+        """Whether nothing in it can change but tensors."""
+        self.tensors = [(tensor, version_of(tensor)) for tensor in found]
 
     def again(self, whose: str) -> Any:
         """A copy for one replay; RebuildError if a tensor in it was written to."""
@@ -44,7 +50,7 @@ class Copied:
                     f"{whose} cannot be recomputed: a tensor of shape {tuple(tensor.shape)} in one of its arguments was"
                     f" changed in place after it ran (version {version_of(tensor)}, expected {version}); keep it"
                 )
-        return _Copier().copy(self.value)
+        return self.value if self.fixed else _Copier().copy(self.value)
 
 
 class _Copier:

@@ -37,6 +37,7 @@ from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Decision, Keep, Policy, Recompute, ResolvedLayer
+from lowtide.policy.collectives import joined, with_collectives
 from lowtide.runtime.collectives import keep_results
 from lowtide.runtime.refuse import refuse_compilation
 from lowtide.runtime.saved import Saved, unpack
@@ -290,33 +291,18 @@ def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def decide_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer, policy: Policy) -> Mapping[str, Decision]:
-    """A layer's decisions by operator, with those for its collectives.
+    """A layer's decisions by operator, with those for its collectives; says which rules re-issue nothing.
 
-    In a layer that is recomputed but for some operators, ``mp_comm_recompute: false`` keeps what collectives gave, and
-    so does a setting that excludes one. Re-issued are the collectives that read what the named operators give, such as
-    the gather after a sequence-parallel norm. A collective is an operator like others. What it gave may have to be put
-    in order, by a ``cat``, which is a part of it; both are recomputed from this rank's part, which is held instead.
+    In a layer that is recomputed but for some operators, ``mp_comm_recompute: false`` keeps what collectives gave.
     """
-    changed = dict(resolved.decisions)
-    communicating = {call.name: call.reads for call in kind.calls if call.communicates}
-
-    def at(operator: str) -> list[str]:
-        return [name for name, reads in communicating.items() if operator in reads or name == operator]
-
-    kept = list(communicating) if not policy.mp_comm_recompute and policy.layers[index].default == Recompute() else []
-    kept += [name for operator in resolved.kept_collectives for name in at(operator)]
-    changed.update({name: Keep() for name in kept if changed.get(name) == Recompute()})
-    for operator in resolved.repeated_collectives:
-        found = at(operator)
-        parts = [
-            call.name
-            for call in kind.calls
-            if call.site.function is torch.cat and call.reads and set(call.reads) <= set(found)
-        ]
-        names = [name for name in [*found, *parts] if changed.get(name) == Keep()]
-        changed.update(dict.fromkeys(names, Recompute()))
-        if not names:
-            _warn(f"the collective at {operator} of layer {index} is not repeated: none that is kept reads its output")
+    changed, idle = with_collectives(
+        resolved,
+        joined((call.name, call.reads) for call in kind.calls if call.communicates),
+        joined((call.name, call.reads) for call in kind.calls if call.site.function is torch.cat),
+        keep_all=not policy.mp_comm_recompute and policy.layers[index].default == Recompute(),
+    )
+    for operator in idle:
+        _warn(f"the collective at {operator} of layer {index} is not repeated: none that is kept reads its output")
     return changed
 
 

@@ -47,7 +47,10 @@ class CompiledLayer:
         # Its operators are unknown; what it saves is counted instead. Numbers only grow, so its place does not matter.
         self.span = Span(manager, 0, 0, last)
         self.wrappers = Wrappers()
-        self.wrappers.wrap(layer, self._swap, compiled_call(layer))
+
+    def attach(self) -> None:
+        """Put the decisions to work."""
+        self.wrappers.wrap(self.layer, self._swap, compiled_call(self.layer))
 
     def _swap(self, forward: Function) -> Function:
         def swapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,10 @@
-"""The disk tier: one file without a name, written and read beside the training."""
+"""The disk tier: one file without a name, written and read beside the training.
+
+[Note: locks and interrupts]
+Ctrl-C is raised between any two steps of Python code, also inside Python's own ``Condition``, on which its executors,
+futures and events are built: its lock then stays taken for ever, and the thread that wants it next waits for ever. So
+threads are handed their tasks through a queue that is written in C, and whoever waits looks at a plain attribute.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,17 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from lowtide.errors import SwapError
 from lowtide.runtime.host import PAGE, HostBuffer
 
-__all__ = ["DiskFile", "Extent"]
+__all__ = ["DiskFile", "Extent", "Task"]
+
+THREADS = 2
 
 
 class Extent:
@@ -24,6 +34,42 @@ class Extent:
     def __init__(self, offset: int, size: int, length: int) -> None:
         self.offset, self.size, self.length = offset, size, length
         self.checksum = 0
+
+
+class Task:
+    """Something that one of the file's threads does. See [Note: locks and interrupts]."""
+
+    __slots__ = ("args", "ended", "error", "function", "over")
+
+    def __init__(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.function, self.args = function, args
+        self.over = False
+        self.error: Exception | None = None
+        self.ended: SimpleQueue[None] = SimpleQueue()
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self.function(*self.args)
+        except Exception as error:
+            self.error = error
+        self.over = True
+        self.ended.put(None)
+        self.args = ()  # last: what ends with it may wait for this
+
+    def wait(self) -> None:
+        """Wait until it is over; raises what it raised."""
+        while not self.over:
+            with suppress(Empty):
+                self.ended.get(timeout=1.0)  # it may have been taken by somebody who was interrupted then
+        if self.error is not None:
+            raise self.error
+
+
+def _work(tasks: SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # it holds the file, whose end ends this
 
 
 class DiskFile:
@@ -37,7 +83,7 @@ class DiskFile:
         self.limit = limit
         self.end = 0
         self.free: dict[int, list[int]] = {}
-        self.workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="lowtide-disk")
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
         handle, path = tempfile.mkstemp(prefix="lowtide-", dir=directory)  # mode 0600
         try:
             self.buffered = handle
@@ -45,7 +91,9 @@ class DiskFile:
         finally:
             os.unlink(path)
         # With the last tensor that is in the file the space is given back; what is under way holds one.
-        weakref.finalize(self, _close, self.workers, {self.buffered, self.direct})
+        weakref.finalize(self, _close, self.tasks, {self.buffered, self.direct})
+        for number in range(THREADS):
+            Thread(target=_work, args=(self.tasks,), name=f"lowtide-disk-{number}", daemon=True).start()
 
     def reserve(self, length: int) -> Extent | None:
         """Room for ``length`` bytes; None if the limit is reached."""
@@ -62,9 +110,11 @@ class DiskFile:
         """The extent's bytes are not needed any more."""
         self.free.setdefault(extent.size, []).append(extent.offset)
 
-    def submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
-        """Run ``task`` on one of the file's threads."""
-        return self.workers.submit(task, *args)
+    def submit(self, function: Callable[..., None], *args: Any) -> Task:
+        """Call ``function`` on one of the file's threads."""
+        task = Task(function, args)
+        self.tasks.put(task)
+        return task
 
     def write(self, buffer: HostBuffer, extent: Extent) -> None:
         """Write a buffer out; OSError where the disk is full or broken."""
@@ -96,8 +146,9 @@ class DiskFile:
         return self.direct if buffer.bytes.data_ptr() % PAGE == 0 else self.buffered
 
 
-def _close(workers: ThreadPoolExecutor, handles: set[int]) -> None:
-    workers.shutdown(wait=False)
+def _close(tasks: SimpleQueue[Task | None], handles: set[int]) -> None:
+    for _ in range(THREADS):
+        tasks.put(None)
     for handle in handles:
         os.close(handle)
 

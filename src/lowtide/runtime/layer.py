@@ -151,7 +151,11 @@ def swap_input(forward: Function, span: Span, swap: Swap, line: Line, manager: S
             push_saved_tensors_hooks(hooks, unpack)
             output = forward(*args, **kwargs)
         finally:
-            take_off(hooks)
+            try:
+                take_off(hooks)
+            except BaseException:
+                take_off(hooks)
+                raise
         span.leave(first, output)
         return output
 
@@ -181,7 +185,10 @@ def keeping(pack: Pack, manager: SwapManager) -> Pack:
 
 
 def take_off(pack: Pack) -> None:
-    """Take our hooks off, which are on top of torch's stack unless something was interrupted."""
+    """Take our hooks off, which are on top of torch's stack unless something was interrupted.
+
+    It may itself be interrupted, even before its first line. So whoever calls this calls it again if it raises.
+    """
     if hooks_on_top(pack):
         pop_saved_tensors_hooks()
     else:
@@ -210,12 +217,17 @@ class DecidedLayer:
         self.graft: Graft | None = None
         """How the layer goes on without hooks, once that is known. See [Note: grafts]."""
         self.wrappers = Wrappers()
+        self.layer, self.narrow = layer, narrow
+
+    def attach(self) -> None:
+        """Put the decisions to work."""
+        layer, program, check = self.layer, self.program, self.check
         if program.captures:
             intercept(layer, program.sites, self._running, self.wrappers)
             self.wrappers.wrap(layer, self._capture)
         else:
             # The check follows the whole layer.
-            part = program.part if check is None and narrow else Part("", 0, len(program.actions))
+            part = program.part if check is None and self.narrow else Part("", 0, len(program.actions))
             self.wrappers.wrap(layer.get_submodule(part.module), partial(self._decide, part=part))
         if check is not None:
             check.tracker.attach()  # around ours, so that our hooks are the inner ones
@@ -262,7 +274,11 @@ class DecidedLayer:
                 push_saved_tensors_hooks(pack, unpack)
                 output = forward(*args, **kwargs)
             finally:
-                take_off(pack)
+                try:
+                    take_off(pack)
+                except BaseException:
+                    take_off(pack)
+                    raise
                 run.departures = run.repeated = run.makers = None
             if scheduled:
                 end = first + operators
@@ -302,7 +318,11 @@ class DecidedLayer:
                 push_saved_tensors_hooks(pack, unpack)
                 output = forward(*args, **kwargs)
             finally:
-                take_off(pack)
+                try:
+                    take_off(pack)
+                except BaseException:
+                    take_off(pack)
+                    raise
                 self.run = None
                 if self.collectives is not None:
                     self.collectives.registry = None

@@ -8,9 +8,8 @@ is put back, and after it everything is as it was before the replay. What has no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import PLAIN, storage_bytes, unseen_by_modes, version_of
+from lowtide._torch_private import PLAIN, dict_version, storage_bytes, unseen_by_modes, version_of
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared
 from lowtide.runtime.outside import Outside, Variable
@@ -46,15 +45,40 @@ def modules_of(layer: nn.Module) -> list[nn.Module]:
 class Attributes:
     """The attributes of some modules, and what is in the containers and objects among them."""
 
-    __slots__ = ("contents", "generators", "holders", "modules", "outside", "own", "tensors", "values", "variables")
+    __slots__ = (
+        "contents",
+        "count",
+        "generators",
+        "holders",
+        "modules",
+        "outside",
+        "own",
+        "parameters",
+        "places",
+        "sequences",
+        "tensors",
+        "values",
+        "variables",
+        "versions",
+        "watched",
+    )
 
     def __init__(self, modules: Sequence[nn.Module], outside: Outside) -> None:
         self.modules, self.outside = modules, outside
-        self.own = [(vars(module), vars(module).copy()) for module in modules]
-        self.holders = [*(now for now, _ in self.own), *(module._modules for module in modules)]
-        self.values = tuple(chain.from_iterable(map(dict.values, self.holders)))
+        self.watched: list[dict[Any, Any]] = [*map(vars, modules), *(module._modules for module in modules)]
+        """In which anything that changes is a change. See :meth:`unchanged`."""
+        self.versions: list[int] = []
+        self.own = [(vars(module), _own_attributes(module)) for module in modules]
+        self.places = _places([*self.own, *((module._modules, module._modules) for module in modules)])
+        self.values = tuple(map(dict.get, *self.places))
+        self.holders = [module._parameters for module in modules]
+        self.count = sum(map(len, self.holders))
+        """Of all parameters' names."""
+        self.parameters = _places([(one, one) for one in self.holders])
         self.contents: list[tuple[Any, Any]] = []
         """Containers, the attributes of objects among them, with copies of what is in them."""
+        self.sequences: list[tuple[Any, Any]] = []
+        """Those of them that are no mappings."""
         self.tensors: list[tuple[str, Tensor]] = []
         self.generators: list[Any] = []
         """From which the modules may draw random numbers."""
@@ -64,9 +88,11 @@ class Attributes:
         for module in modules:
             self._name(type(module), seen)
         for _, own in self.own:
-            for name in own.keys() - _NOT_ATTRIBUTES:
-                if type(own[name]) not in _PLAIN:
-                    self._look_into(name, own[name], seen)
+            for name, value in own.items():
+                if type(value) not in _PLAIN:
+                    self._look_into(name, value, seen)
+        self.watched += [content for content, _ in self.contents if isinstance(content, dict)]
+        self.sequences += [pair for pair in self.contents if not isinstance(pair[0], dict)]
 
     def _name(self, code: Any, seen: set[int]) -> None:
         if id(code) in seen:
@@ -103,13 +129,28 @@ class Attributes:
                 self._look_into(name, item, seen)
 
     def unchanged(self) -> bool:
-        """Whether everything is still the same object as it was."""
-        # Whole layers are looked at three times in every step, so that this has to be quick: no call for each.
-        return (
-            sum(map(len, self.holders)) == len(self.values)
-            and all(map(is_, chain.from_iterable(map(dict.values, self.holders)), self.values))
-            and all(_same_content(content, saved) for content, saved in self.contents)
-            and all(variable.value is value for variable, value in self.variables)
+        """Whether everything is still the same object as it was.
+
+        This is asked three times for every layer in every step. So mappings are compared one by one only if their
+        versions, which count what is put into them, say that they have changed.
+        """
+        versions = list(map(dict_version, self.watched))
+        if versions != self.versions:
+            if not all(map(is_, map(dict.get, *self.places), self.values)) or self._has_others():
+                return False
+            if not all(_same_content(content, saved) for content, saved in self.contents):
+                return False
+            self.versions = versions
+        elif self.sequences and not all(_same_content(content, saved) for content, saved in self.sequences):
+            return False
+        if sum(map(len, self.holders)) != self.count:
+            return False
+        return not self.variables or all(variable.value is value for variable, value in self.variables)
+
+    def _has_others(self) -> bool:
+        """Whether there are attributes or modules that were not there."""
+        return any(now.keys() - _NOT_ATTRIBUTES - was.keys() for now, was in self.own) or len(self.values) != sum(
+            len(was) + len(now["_modules"]) for now, was in self.own
         )
 
     def put_back(self) -> None:
@@ -117,9 +158,9 @@ class Attributes:
         for now, was in self.own:
             for name in now.keys() - _NOT_ATTRIBUTES - was.keys():
                 del now[name]
-            for name in was.keys() - _NOT_ATTRIBUTES:
-                if now.get(name, _MISSING) is not was[name]:
-                    now[name] = was[name]
+            for name, value in was.items():
+                if now.get(name, _MISSING) is not value:
+                    now[name] = value
         for content, saved in self.contents:
             _set_content(content, saved)
         for variable, value in self.variables:
@@ -130,22 +171,16 @@ class Attributes:
 class ModuleStates:
     """Some modules as they are now, but for their buffers: see :class:`BufferCopies`."""
 
-    __slots__ = ("attributes", "gradients", "tensors")
+    __slots__ = ("attributes", "gradients", "parameters", "tensor_versions", "versions")
 
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
-        self.gradients: list[tuple[Tensor, bool]] = []
+        self.parameters: tuple[Tensor | None, ...] = tuple(map(dict.get, *attributes.parameters))
+        self.versions = _versions(self.parameters)
+        self.gradients = [one is not None and one.requires_grad for one in self.parameters]
         """Which parameters were to get one."""
-        self.tensors: list[tuple[dict[str, Any] | None, str, Tensor, int]] = [
-            (None, name, tensor, version_of(tensor)) for name, tensor in self.attributes.tensors
-        ]
-        """Each with where the module has it, its name and its version; those among attributes, which are put back by
-        themselves, without the first."""
-        for module in attributes.modules:
-            for name, tensor in module._parameters.items():
-                if tensor is not None:
-                    self.tensors.append((module._parameters, name, tensor, version_of(tensor)))
-                    self.gradients.append((tensor, tensor.requires_grad))
+        self.tensor_versions = [version_of(tensor) for _, tensor in attributes.tensors]
+        """Of those among the attributes."""
 
     @property
     def generators(self) -> list[Any]:
@@ -155,20 +190,21 @@ class ModuleStates:
     @contextmanager
     def restored(self, whose: str) -> Iterator[None]:
         """The modules as they were. RebuildError if a tensor of theirs was written to."""
-        others = self._others(whose)
-        was = self.attributes
-        now = was if was.unchanged() else Attributes(was.modules, was.outside)
-        tensors = [(holder, name, holder[name]) for holder, name, _ in others]
-        toggled = [(one, wanted) for one, wanted in self.gradients if one.requires_grad != wanted and one.is_leaf]
+        undo = self.put_back(whose)
         try:
-            if now is not was:
-                was.put_back()
-            for one, wanted in toggled:
-                one.requires_grad_(wanted)
-            for holder, name, tensor in others:
-                holder[name] = tensor
             yield
         finally:
+            undo()
+
+    def put_back(self, whose: str) -> Callable[[], None]:
+        """As :meth:`restored`, which costs more than this where an exception ends it; to be undone by what is given."""
+        self._refuse_written(whose)
+        was = self.attributes
+        now = was if was.unchanged() else Attributes(was.modules, was.outside)
+        others, toggled = self._others(whose), self._toggled()
+        tensors = [(holder, name, holder[name]) for holder, name, _ in others]
+
+        def undo() -> None:
             for holder, name, tensor in tensors:
                 holder[name] = tensor
             for one, wanted in toggled:
@@ -178,16 +214,43 @@ class ModuleStates:
             if not now.unchanged():
                 now.put_back()
 
+        try:
+            if now is not was:
+                was.put_back()
+            for one, wanted in toggled:
+                one.requires_grad_(wanted)
+            for holder, name, tensor in others:
+                holder[name] = tensor
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def _refuse_written(self, whose: str) -> None:
+        versions = _versions(self.parameters)
+        more = [version_of(tensor) for _, tensor in self.attributes.tensors]
+        if versions == self.versions and more == self.tensor_versions:
+            return
+        names = [*self.attributes.parameters[1], *(name for name, _ in self.attributes.tensors)]
+        found, expected = [*versions, *more], [*self.versions, *self.tensor_versions]
+        name, version, wanted = next(row for row in zip(names, found, expected, strict=True) if row[1] != row[2])
+        raise RebuildError(
+            f"{whose} cannot be recomputed: {name}, a tensor of its module, was changed in place after it ran"
+            f" (version {version}, expected {wanted}); keep it"
+        )
+
+    def _toggled(self) -> list[tuple[Tensor, bool]]:
+        """The parameters that were frozen or thawed since, with what they were."""
+        pairs = zip(self.parameters, self.gradients, strict=True)
+        return [(one, was) for one, was in pairs if one is not None and one.requires_grad != was and one.is_leaf]
+
     def _others(self, whose: str) -> list[tuple[dict[str, Any], str, Tensor]]:
         """The parameters in whose place others are now."""
+        if all(map(is_, map(dict.get, *self.attributes.parameters), self.parameters)):
+            return []
         found: list[tuple[dict[str, Any], str, Tensor]] = []
-        for holder, name, tensor, version in self.tensors:
-            if version_of(tensor) != version:
-                raise RebuildError(
-                    f"{whose} cannot be recomputed: {name}, a tensor of its module, was changed in place after it ran"
-                    f" (version {version_of(tensor)}, expected {version}); keep it"
-                )
-            if holder is None or holder.get(name) is tensor:
+        for holder, name, tensor in zip(*self.attributes.parameters, self.parameters, strict=True):
+            if tensor is None or holder.get(name) is tensor:
                 continue
             if name not in holder:
                 raise RebuildError(f"{whose} cannot be recomputed: its module has no {name} any more; keep it")
@@ -201,6 +264,25 @@ class ModuleStates:
 
 
 _MISSING = object()
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes without those that every module has."""
+    return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}
+
+
+def _places(found: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """For each name, the mapping that it is in; for ``map``, which reads them all at once."""
+    pairs = [(holder, name) for holder, names in found for name in names]
+    return [holder for holder, _ in pairs], [name for _, name in pairs]
+
+
+def _versions(tensors: Iterable[Tensor | None]) -> list[int]:
+    """As :func:`version_of` has them."""
+    return [
+        0 if one is None else one._version if type(one) in PLAIN and not one.is_inference() else version_of(one)
+        for one in tensors
+    ]
 
 
 def _contents(value: Any) -> list[Any]:
@@ -224,10 +306,10 @@ def _same_content(content: Any, saved: Any) -> bool:
     if len(content) != len(saved):
         return False
     if isinstance(content, dict):
-        return all(content.get(key, _MISSING) is value for key, value in saved.items())
+        return all(map(is_, content.values(), saved.values())) and all(map(is_, content, saved))
     if isinstance(content, set):
         return bool(content == saved)
-    return all(one is other for one, other in zip(content, saved, strict=True))
+    return all(map(is_, content, saved))
 
 
 _CONTAINERS = frozenset({list, dict, set, deque})
@@ -253,6 +335,9 @@ class BufferCopies:
         """Copies of all buffers, each with where the module has it."""
         copies: dict[int, Tensor] = {}
         found: list[tuple[dict[str, Any], str, Tensor]] = []
+        modules = [module for module in modules if module._buffers]
+        if not modules:
+            return found
         with torch.no_grad():
             for module in modules:
                 holder: dict[str, Any] = module._buffers

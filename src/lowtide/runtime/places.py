@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lowtide.runtime.disk import DiskFile, Extent
+from lowtide.runtime.disk import DiskFile, Extent, Task
 from lowtide.runtime.host import HostBuffer, HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.transfer import Copy, Transfer
@@ -26,6 +26,11 @@ class Link:
     def __init__(self, device: torch.device, pool: HostPool, ledger: Ledger) -> None:
         self.transfer = Transfer(device) if device.type != "cpu" else None
         self.pool, self.ledger = pool, ledger
+
+    def settle(self) -> None:
+        """Wait for all copies, after one was interrupted: what it reads or writes may be let go then."""
+        if self.transfer is not None:
+            self.transfer.settle()
 
     def copy_out(self, source: Tensor, buffer: HostBuffer, line: Line) -> Copy | None:
         """Copy ``source`` into a buffer."""
@@ -133,7 +138,7 @@ class DiskPlace:
         self.buffer: HostBuffer | None = buffer
         self.written = link.copy_out(source, buffer, line)
         self.writing = disk.submit(self._write, buffer)
-        self.reading: Future[None] | None = None
+        self.reading: Task | None = None
 
     def _write(self, buffer: HostBuffer) -> None:
         """On a thread of the disk: write, and give the buffer back."""
@@ -162,7 +167,7 @@ class DiskPlace:
 
     def _read(self, swapped: Swapped, ready: tuple[torch.Stream, torch.Event] | None) -> None:
         """On a thread of the disk."""
-        self.writing.result()
+        self.writing.wait()
         if self.buffer is not None:
             self.link.copy_back(swapped, self.buffer, self.written, ready)
             return
@@ -190,17 +195,26 @@ class DiskPlace:
         self.link.let_go(swapped)
 
     def _finish(self) -> None:
-        reading, self.reading = self.reading, None
+        reading = self.reading
         if reading is not None:
             begin = perf_counter()
-            reading.result()
+            try:
+                reading.wait()
+            finally:
+                if reading.over:
+                    self.reading = None
             self.line.stall_seconds += perf_counter() - begin
 
     def close(self) -> None:
         """Give the space back when the disk is done with it."""
-        self.writing.add_done_callback(self._closed)
+        if self.writing.over:
+            self._closed()
+        else:
+            self.disk.submit(self._closed)
 
-    def _closed(self, _: Future[None]) -> None:
+    def _closed(self) -> None:
+        with suppress(Exception):  # its bytes are not wanted any more
+            self.writing.wait()
         if self.buffer is not None:
             self.line.stash.append(self.buffer)
         self.disk.release(self.extent)

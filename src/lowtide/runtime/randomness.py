@@ -49,18 +49,33 @@ class RandomState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """The random numbers as they were; afterwards they go on from where they are now."""
-        now = [_state_of(one) for one, _ in self.generators]
-        with torch.random.fork_rng(devices=self.devices, device_type=self.kind):
-            torch.set_rng_state(self.host)
-            if self.devices:
-                set_device_states(self.devices, self.states, device_type=self.kind)
-            try:
-                for one, state in self.generators:
-                    _set_state(one, state)
-                yield
-            finally:
-                for (one, _), state in zip(self.generators, now, strict=True):
-                    _set_state(one, state)
+        undo = self.put_back()
+        try:
+            yield
+        finally:
+            undo()
+
+    def put_back(self) -> Callable[[], None]:
+        """As :meth:`restored`, which costs more than this where an exception ends it; to be undone by what is given."""
+        host, states = torch.get_rng_state(), self._now()
+        now = [(one, _state_of(one)) for one, _ in self.generators]
+
+        def undo() -> None:
+            self._set(host, states, now)
+
+        try:
+            self._set(self.host, self.states, self.generators)
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def _set(self, host: Tensor, states: list[Tensor], generators: list[tuple[Any, Any]]) -> None:
+        torch.set_rng_state(host)
+        if self.devices:
+            set_device_states(self.devices, states, device_type=self.kind)
+        for one, state in generators:
+            _set_state(one, state)
 
     def _now(self) -> list[Tensor]:
         module = torch.get_device_module(self.kind) if self.devices else None
@@ -70,10 +85,7 @@ class RandomState:
 def _accelerator() -> str | None:
     """The kind of the accelerator, if this process has begun to use it; asking it for numbers would begin that."""
     device: torch.device | None = current_accelerator()
-    if device is None:
-        return None
-    begun = _begun(device.type)
-    return device.type if begun is None or begun() else None
+    return device.type if device is not None and _begun(device.type)() else None
 
 
 def is_accelerator_used() -> bool:
@@ -82,12 +94,11 @@ def is_accelerator_used() -> bool:
 
 
 @cache
-def _begun(kind: str) -> Callable[[], bool] | None:
+def _begun(kind: str) -> Callable[[], bool]:
     """How to ask whether a kind of device is in use."""
     if torch.accelerator.current_accelerator(check_available=True) is None:
         return bool  # a build for a device that is not here: never
-    found: Callable[[], bool] | None = getattr(torch.get_device_module(kind), "is_initialized", None)
-    return found
+    return getattr(torch.get_device_module(kind), "is_initialized", lambda: True)
 
 
 def is_generator(value: Any) -> bool:
@@ -128,21 +139,21 @@ class HostRandom:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """The random numbers as they were; afterwards they go on from where they are now."""
-        python, numpy = _python_state(), _numpy_state()
-        self._set(self.python, self.numpy)
+        now = HostRandom()
+        self.set()
         try:
             yield
         finally:
-            self._set(python, numpy)
+            now.set()
 
-    @staticmethod
-    def _set(python: Any, numpy: Any) -> None:
-        if _python_state() is not python:
-            random.setstate(python)
-            _Asked.python = (_python_memory(), python)
-        if numpy is not None and _numpy_state() is not numpy:
-            sys.modules["numpy"].random.set_state(numpy)
-            _Asked.numpy = (_numpy_memory(), numpy)
+    def set(self) -> None:
+        """Let the random numbers be as they were."""
+        if _python_state() is not self.python:
+            random.setstate(self.python)
+            _Asked.python = (_python_memory(), self.python)
+        if self.numpy is not None and _numpy_state() is not self.numpy:
+            sys.modules["numpy"].random.set_state(self.numpy)
+            _Asked.numpy = (_numpy_memory(), self.numpy)
 
 
 class _Asked:
@@ -150,17 +161,27 @@ class _Asked:
 
     python: tuple[Any, Any] = (None, None)
     numpy: tuple[Any, Any] = (None, None)
+    generator: Any = None
+    """Numpy's, which can be exchanged."""
+    memory: Any = None
+    """Where that keeps its state."""
 
 
 _GENERATOR: Any = random._inst
-_HEADER = object.__basicsize__
-_SIZE = random.Random.__base__.__basicsize__ - _HEADER  # type: ignore[union-attr]
+
+
+def _memory_of_python() -> Any:
+    """The memory that Python's generator keeps its state in, past the head that every object has; to be read only."""
+    head = object.__basicsize__
+    size = random.Random.__base__.__basicsize__ - head  # type: ignore[union-attr]
+    return (ctypes.c_char * size).from_address(id(_GENERATOR) + head)
+
+
+_MEMORY = _memory_of_python() if sys.implementation.name == "cpython" else None
 
 
 def _python_memory() -> Any:
-    if sys.implementation.name != "cpython":
-        return object()  # unlike any other: ask
-    return ctypes.string_at(id(_GENERATOR) + _HEADER, _SIZE), _GENERATOR.gauss_next
+    return (_MEMORY.raw, _GENERATOR.gauss_next) if _MEMORY is not None else object()  # unlike any other: ask
 
 
 def _python_state() -> Any:
@@ -171,9 +192,11 @@ def _python_state() -> Any:
 
 
 def _numpy_memory() -> Any:
-    state = sys.modules["numpy"].random.mtrand._rand
-    generator = state._bit_generator
-    return generator, ctypes.string_at(generator.ctypes.state_address, _NUMPY_SIZE)
+    generator = sys.modules["numpy"].random.mtrand._rand._bit_generator
+    if generator is not _Asked.generator:
+        _Asked.generator = generator
+        _Asked.memory = (ctypes.c_char * _NUMPY_SIZE).from_address(generator.ctypes.state_address)
+    return generator, _Asked.memory.raw
 
 
 _NUMPY_SIZE = 624 * 4 + 4

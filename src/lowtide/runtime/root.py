@@ -89,6 +89,7 @@ class RootFollower:
             if not self.program.idle:
                 span = Span(self.manager, -self.before, between + len(self.kind.operators), last=True)
                 self.decided = _DecidedRoot(self, self.program, span)
+                self.decided.attach()
         assert self.program is not None
         return frozenset(number - self.before for number in self.program.due if 0 <= number - self.before < between)
 
@@ -120,7 +121,8 @@ class RootFollower:
         self.watched.watcher.collective_begins(name)
 
     def layer_ends(self, *, completed: bool) -> None:
-        assert self.watched is not None
+        if self.watched is None:  # it was told before
+            return
         watcher, calls = self.watched.watcher, self.watched.before
         watcher.layer_ends()
         if not completed or not torch.is_grad_enabled():
@@ -144,9 +146,15 @@ class _DecidedRoot:
         self.paused: list[tuple[nn.Module, bool]] = []
         """The layers that run, one inside the other, and whether the hooks were taken off for it."""
         self.wrappers = Wrappers()
-        intercept(follower.model, program.sites, self._running, self.wrappers)
-        self.wrappers.wrap(follower.model, self._follow)
-        self.handles = [hook for layer in follower.layers for hook in around(layer, self._pause, self._resume)]
+        self.handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Put the decisions to work."""
+        model = self.follower.model
+        intercept(model, self.program.sites, self._running, self.wrappers)
+        self.wrappers.wrap(model, self._follow)
+        for layer in self.follower.layers:
+            self.handles += around(layer, self._pause, self._resume)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -173,7 +181,11 @@ class _DecidedRoot:
                 self.run, self.pack = run, pack
                 output = forward(*args, **kwargs)
             finally:
-                take_off(pack)  # a layer that was interrupted may not have put them back
+                try:
+                    take_off(pack)  # a layer that was interrupted may not have put them back
+                except BaseException:
+                    take_off(pack)
+                    raise
                 self.run = self.pack = None
                 self.paused.clear()
                 run.end()

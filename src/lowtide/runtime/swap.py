@@ -134,6 +134,9 @@ class Swapped:
         try:
             self.place.wait_back(self)
         except BaseException:
+            with suppress(Exception):  # a copy may be under way: its target stays until it has ended
+                self.place.let_go(self)
+            self.manager.link(self.device).settle()
             self.target = None
             raise
         assert self.target is not None
@@ -155,6 +158,7 @@ class Swapped:
         try:
             self.place.bring_back(self)
         except BaseException:
+            self.manager.link(self.device).settle()
             self.target = None  # nobody may take what was never filled for the tensor
             raise
         self.manager.came_back(self)
@@ -317,16 +321,20 @@ class SwapManager:
                 place: Place = HostPlace(link, source, buffer, line)
             else:
                 place = DiskPlace(link, source, buffer, line, self.disk, extent)
+            swapped = Swapped(self, source, size, line, place)
         except RuntimeError as error:
             line.keep(size, f"the copy out failed: {str(error).splitlines()[0][:120]}")
             line.stash.append(buffer)
             if extent is not None:
                 self.disk.release(extent)
             return None
+        except BaseException:
+            link.settle()
+            raise
         line.swaps += 1
         line.moved_bytes += size
         line.spared_bytes += size - source.nbytes
-        return Swapped(self, source, size, line, place)
+        return swapped
 
     def copy(self, source: Tensor, size: int, line: Line) -> _Copied | None:
         """Copy a tensor of the host's own; None if there is no room."""

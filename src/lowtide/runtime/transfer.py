@@ -54,6 +54,11 @@ class Transfer:
         self.outward, self.inward = torch.Stream(device), torch.Stream(device)
         self.lock = threading.Lock()
 
+    def settle(self) -> None:
+        """Wait for all copies: one was interrupted, and nobody knows whether it is under way."""
+        self.outward.synchronize()
+        self.inward.synchronize()
+
     def computation(self) -> torch.Stream:
         """The stream that computes now."""
         return torch.accelerator.current_stream(self.device)

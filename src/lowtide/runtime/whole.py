@@ -14,7 +14,8 @@ What a layer reads elsewhere than :mod:`lowtide.runtime.outside` looks cannot be
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 from lowtide._torch_private import is_dynamo_compiling
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.wrappers import Function
+from lowtide.operators.wrappers import Function, take_back
 from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.arguments import Copied, is_shared
 from lowtide.runtime.module_state import Attributes, BufferCopies, ModuleStates, modules_of
@@ -71,9 +72,14 @@ class WholeLayer:
             if not call.ran:
                 args, kwargs = call.begin(args, kwargs)
                 return again(*args, **kwargs)
-            with ExitStack() as stack:
-                args, kwargs = call.replay(args, kwargs, stack)
+            # Hardly ever by contexts: torch's checkpoint ends this by an exception, and contexts that are functions
+            # take ten times as long then.
+            undo = call.put_back()
+            try:
+                args, kwargs = call.given_again(args, kwargs)
                 return again(*args, **kwargs)
+            finally:
+                take_back(undo)
 
         return run
 
@@ -115,34 +121,48 @@ class _Call:
         self.args, self.kwargs = (), {}  # the checkpoint has the same, for the replay
         return given
 
-    def replay(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], stack: ExitStack
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a replay, and in ``stack`` everything as it was."""
-        given = (
-            tuple([self._again(value) for value in args]),
-            {name: self._again(value) for name, value in kwargs.items()},
+    def given_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a replay."""
+        whose = self.whose
+        return (
+            tuple([value.copied.again(whose) if type(value) is _Argument else value for value in args]),
+            {name: value.copied.again(whose) if type(value) is _Argument else value for name, value in kwargs.items()},
         )
-        for context in restored(self.ambient):
-            stack.enter_context(context)
-        stack.enter_context(self.modules.restored(self.whose))
-        if self.buffers:
-            stack.enter_context(BufferCopies.restored(self.buffers))
-        if self.random is not None:
-            stack.enter_context(self.random.restored())
-        stack.enter_context(self.host.restored())
-        return given
 
-    def _again(self, value: Any) -> Any:
-        return value.copied.again(self.whose) if type(value) is _Argument else value
+    def put_back(self) -> list[Callable[[], object]]:
+        """Let everything be as it was; what undoes that."""
+        undo: list[Callable[[], object]] = []
+        try:
+            undo.append(self.modules.put_back(self.whose))
+            now = HostRandom()
+            undo.append(now.set)
+            self.host.set()
+            if self.random is not None:
+                undo.append(self.random.put_back())
+            if contexts := restored(self.ambient):
+                undo.append(_entered(contexts))
+            if self.buffers:
+                undo.append(_entered([BufferCopies.restored(self.buffers)]))
+        except BaseException:
+            take_back(undo)
+            raise
+        return undo
+
+
+def _entered(contexts: list[AbstractContextManager[None]]) -> Callable[[], object]:
+    """Enter them; what leaves them."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return stack.pop_all().close
 
 
 def _held(value: Any) -> Any:
     """What the checkpoint holds in place of an argument: itself, unless it can change."""
-    if isinstance(value, torch.Tensor) or is_shared(value):
+    if value is None or isinstance(value, torch.Tensor) or is_shared(value):
         return value
     copied = Copied(value)
-    return value if copied.value is value and not copied.tensors else _Argument(value, copied)
+    return value if copied.fixed and not copied.tensors else _Argument(value, copied)
 
 
 def _original(value: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch_private import at_end_of_backward, current_backward, current_node, storage_key
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.wrappers import Hook
+from lowtide.operators.wrappers import Hook, take_back
 from lowtide.trace.recorder import Mark, Occasion, Place, Recorder
 
 __all__ = ["Phases"]
@@ -62,15 +62,14 @@ class Phases:
 
         Whoever has hooks on the optimizers tells of their steps: see :meth:`optimizer_begins`.
         """
-        hooks: list[Any] = [
-            self.model.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(Hook(self._model_ends)),
-        ]
+        hooks: list[Any] = []
+        begins, ends = Hook(self._model_begins), Hook(self._model_ends)
         try:
+            hooks.append(self.model.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
+            hooks.append(self.model.register_forward_hook(ends))
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            take_back(hook.remove for hook in hooks)
             self._not_optimizing()
             self._pause()
 

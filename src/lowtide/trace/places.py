@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import DisableTorchFunction
 from lowtide.operators.calls import CallTracker, tensors_of
-from lowtide.operators.wrappers import Hook
+from lowtide.operators.wrappers import Hook, take_back
 from lowtide.trace.recorder import Recorder
 
 __all__ = ["device_of", "places"]
@@ -30,22 +30,18 @@ def places(model: nn.Module, layers: Sequence[nn.Module], recorder: Recorder) ->
     for layer in layers:
         for module in layer.modules():
             root.paths.pop(module, None)  # the layer's own tracker follows it
-    for tracker in [*trackers, root]:
-        tracker.attach()
     hooks: list[Any] = []
-    for index, layer in enumerate(layers):
-        hooks.append(
-            layer.register_forward_pre_hook(Hook(_Begin(recorder, root, index, hooks)), prepend=True, with_kwargs=True)
-        )
-        hooks.append(layer.register_forward_hook(Hook(_End(recorder, root, index, hooks))))
-    hooks.append(model.register_forward_hook(Hook(_Result(recorder))))
     try:
+        for tracker in [*trackers, root]:
+            tracker.attach()
+        for index, layer in enumerate(layers):
+            begin, end = Hook(_Begin(recorder, root, index, hooks)), Hook(_End(recorder, root, index, hooks))
+            hooks.append(layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(end))
+        hooks.append(model.register_forward_hook(Hook(_Result(recorder))))
         yield
     finally:
-        for tracker in [*trackers, root]:
-            tracker.detach()
-        for hook in hooks:
-            hook.remove()
+        take_back([*(one.detach for one in (*trackers, root)), *(hook.remove for hook in hooks)])
 
 
 class _Operators:

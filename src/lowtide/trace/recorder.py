@@ -50,6 +50,7 @@ from lowtide.cost.stopwatch import seconds_between
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.formulas import Formulas, has_two_formulas
 from lowtide.operators.kept import Held, Hold, kept_apart
+from lowtide.operators.wrappers import take_back
 from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
 from lowtide.trace.traffic import bytes_read, communication, computed_in
@@ -208,7 +209,7 @@ class Recorder(TorchDispatchMode):
             insert_dispatch_mode(self)
             yield self
         finally:
-            self.take_off()
+            take_back([self.take_off])
             self.references.clear()
             if self.clock is not None:
                 self.clock.close()

@@ -1,0 +1,57 @@
+"""What a layer's communication rules mean for its collectives, once it is known which of them read what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from lowtide.policy.decision import Decision, Keep, Recompute
+
+if TYPE_CHECKING:
+    from lowtide.policy.resolve import ResolvedLayer
+
+__all__ = ["Reads", "joined", "with_collectives"]
+
+Reads = Mapping[str, frozenset[str]]
+"""For each operator, the operators whose values it reads."""
+
+
+def joined(calls: Iterable[tuple[str, Iterable[str]]]) -> Reads:
+    """What each operator reads, in all of its calls.
+
+    >>> joined([("gather", ["norm"]), ("gather", ["act"])])["gather"] == {"norm", "act"}
+    True
+    """
+    found: dict[str, frozenset[str]] = {}
+    for name, reads in calls:
+        found[name] = found.get(name, frozenset()) | frozenset(reads)
+    return found
+
+
+def with_collectives(
+    resolved: ResolvedLayer, collectives: Reads, ordering: Reads, *, keep_all: bool = False
+) -> tuple[dict[str, Decision], list[str]]:
+    """A layer's decisions by operator, with those for its collectives; and the rules by which nothing is re-issued.
+
+    A rule names an operator, and means the collectives that read what it gives, such as the gather after a
+    sequence-parallel norm, or that it is. What a collective gave may have to be put in order, by a ``cat``, which
+    ``ordering`` has and which is a part of it. ``keep_all``: no collective is re-issued only because its layer is
+    recomputed.
+    """
+    changed = dict(resolved.decisions)
+
+    def at(operator: str) -> list[str]:
+        return [name for name, reads in collectives.items() if operator in reads or name == operator]
+
+    kept = list(collectives) if keep_all else []
+    kept += [name for operator in resolved.kept_collectives for name in at(operator)]
+    changed.update({name: Keep() for name in kept if changed.get(name) == Recompute()})
+    idle: list[str] = []
+    for operator in resolved.repeated_collectives:
+        found = at(operator)
+        parts = [name for name, reads in ordering.items() if reads and reads <= set(found)]
+        names = [name for name in [*found, *parts] if changed.get(name) == Keep()]
+        changed.update(dict.fromkeys(names, Recompute()))
+        if not names:
+            idle.append(operator)
+    return changed, idle
