@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from operator import attrgetter
 from types import FrameType
@@ -126,6 +126,7 @@ __all__ = [
     "silu",
     "storage_bytes",
     "storage_key",
+    "storage_of",
     "storage_users",
     "stored_tensor",
     "subclass_wrapper",
@@ -234,7 +235,10 @@ def version_of(tensor: Tensor) -> int:
 def count_of_writes(tensor: Tensor) -> Tensor:
     """An empty tensor whose version is always that of ``tensor``: it shares the count and holds none of the bytes."""
     counter = without_graph(tensor)
-    with DisableTorchFunction():
+    with (
+        DisableTorchFunction(),
+        suppress(RuntimeError),
+    ):  # of some complex ones the bytes are held
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
@@ -574,16 +578,17 @@ def current_node() -> Any:
 
 def storage_key(tensor: Tensor) -> int:
     """The address of the tensor's storage object: equal for views, unique while the storage lives."""
-    key: int = _storage_of(tensor)._cdata
+    key: int = storage_of(tensor)._cdata
     return key
 
 
 def storage_bytes(tensor: Tensor) -> int:
     """The size of the tensor's whole storage on this rank."""
-    return _storage_of(tensor).nbytes()
+    return storage_of(tensor).nbytes()
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Where a tensor's values are; of a sparse one, without its indices."""
     try:
         return inner_tensor(tensor).untyped_storage()
     except NotImplementedError:
@@ -620,7 +625,7 @@ def storage_users(tensor: Tensor) -> int:
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """A weak reference to the tensor's storage."""
-    return StorageWeakRef(_storage_of(tensor))
+    return StorageWeakRef(storage_of(tensor))
 
 
 WRITES_UNCOUNTED = {

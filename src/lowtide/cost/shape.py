@@ -139,11 +139,13 @@ def _text(value: Any) -> str:
 def _tensor_text(tensor: Any) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     sizes = tuple(int(size) for size in tensor.shape)
-    strides = tuple(int(stride) for stride in (tensor.strides if isinstance(tensor, TensorShape) else tensor.stride()))
-    alike = all(
-        size == 1 or found == expected
-        for size, found, expected in zip(sizes, strides, contiguous_strides(sizes), strict=True)
-    )
+    expected = contiguous_strides(sizes)
+    if isinstance(tensor, TensorShape):
+        found = tensor.strides
+    else:
+        found = tensor.stride() if str(tensor.layout) == "torch.strided" else expected  # a sparse one has none
+    strides = tuple(int(stride) for stride in found)
+    alike = all(size == 1 or one == other for size, one, other in zip(sizes, strides, expected, strict=True))
     inner = ",".join(map(str, sizes)) + ("" if alike or 0 in sizes else ";" + ",".join(map(str, strides)))
     return f"{SHORT.get(dtype, dtype)}[{inner}]"
 

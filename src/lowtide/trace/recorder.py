@@ -33,7 +33,6 @@ from lowtide._torch_private import (
     TorchDispatchMode,
     backward_node_number,
     hooks_on_top,
-    inner_tensor,
     insert_dispatch_mode,
     insert_saved_tensors_hooks,
     node_number,
@@ -41,6 +40,7 @@ from lowtide._torch_private import (
     remove_saved_tensors_hooks,
     resize_watchers,
     storage_key,
+    storage_of,
     taken_apart,
     written_arguments,
 )
@@ -266,16 +266,15 @@ class Recorder(TorchDispatchMode):
 
     def learn(self, tensor: Tensor) -> int:
         """A storage is seen: if for the first time, it was made now."""
-        plain = inner_tensor(tensor)
-        storage = plain.untyped_storage()
+        storage = storage_of(tensor)
         key = storage._cdata
-        if key in self.known or key in self.static or not self._is_here(plain):
+        if key in self.known or key in self.static or not self._is_here(tensor):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
 
     def _was_there(self, tensor: Tensor) -> None:
         """If nobody knows a storage, somebody outside holds it; unless it ends here, it stays over the step."""
-        storage = inner_tensor(tensor).untyped_storage()
+        storage = storage_of(tensor)
         key = storage._cdata
         known = key in self.known or key in self.static or key in self.given
         if known or not self._is_here(tensor) or (tensor.is_cpu and tensor.dim() == 0):
@@ -478,7 +477,7 @@ class Recorder(TorchDispatchMode):
         if number >= 0 and key not in self.known and key not in self.static:
             # A made-up storage stands for the one that was saved, as long as it lives.
             self.known[key] = number
-            storage = inner_tensor(tensor).untyped_storage()
+            storage = storage_of(tensor)
             self.references[key] = weakref.ref(storage, lambda _: self.known.pop(key, None))
         return tensor
 
@@ -517,7 +516,7 @@ def imagined(tensor: Tensor) -> Held:
     return _Imagined(lambda: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
-_WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
+_WRAPPERS = {"DTensor", "AsyncCollectiveTensor", "NestedTensor"}
 _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import group_named
+from lowtide._torch_private import group_named, storage_bytes
 
 __all__ = ["bytes_read", "communication", "computed_in"]
 
@@ -17,6 +17,8 @@ def bytes_read(tensor: Tensor) -> int:
     """The bytes that are really there: a dimension of stride 0 is read once."""
     if tensor.device.type == "cpu" and tensor.dim() == 0:
         return 0
+    if tensor.layout is not torch.strided:
+        return storage_bytes(tensor)
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else min(size, 1)
