@@ -189,6 +189,8 @@ class Rescue:
                 self.book.static = frozenset(storage_key(one) for one in known)
                 self._retry.on()
                 insert_saved_tensors_hooks(self._hooks, unpack)
+                for layer in self._layers:
+                    self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
                 for applied in self._applied:  # its hooks are the inner ones
                     applied.manager.keep = self.book.keep
             yield
@@ -202,6 +204,8 @@ class Rescue:
         for applied in self._applied:
             applied.manager.keep = None
         remove_saved_tensors_hooks(self._hooks)
+        take_back(hook.remove for hook in self._on_layers)
+        self._on_layers.clear()
         self._inside, self.pager.stepping = False, None
         self.pager.made.clear()
         self.settle()
@@ -219,16 +223,11 @@ class Rescue:
 
     def arm(self) -> None:
         """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
-        if not self.armed:
-            self.armed = True
-            for layer in self._layers:  # one by one: an interrupt must not leave hooks that nobody knows of
-                self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
+        self.armed = True
 
     def disarm(self) -> None:
         """From the next step on, watch only the optimizer."""
         self.armed = False
-        take_back(hook.remove for hook in self._on_layers)
-        self._on_layers = []
 
     def seconds_per_operator(self, calls: int = 100) -> float:
         """What watching an operator costs on the host, tried out here and now; 0 if that cannot be told."""

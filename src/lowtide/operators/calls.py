@@ -96,6 +96,8 @@ class CallTracker:
             # Called from outside the layer, or on another thread than the run that is followed.
             if self.paused or (self.thread != get_ident() if self.stack else module is not self.layer):
                 return forward(*args, **kwargs)
+            if not self.stack and not torch.is_grad_enabled():  # nothing is saved, and some layers mind being followed
+                return forward(*args, **kwargs)
             depth, output, completed = len(self.stack), None, False
             try:
                 self._enter(module, args, kwargs)

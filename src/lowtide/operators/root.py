@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import storage_bytes, under_compilation
@@ -69,6 +70,8 @@ class Root:
         """The layer that runs now."""
         self.before: int | None = None
         """How many calls there were before a layer ran; None if none has run."""
+        self.handles: list[Any] = []
+        """Of the hooks on the model and, once it runs with gradients, on its layers."""
         for layer in layers:
             for module in layer.modules():
                 self.tracker.paths.pop(module, None)  # the layer's own tracker follows it
@@ -76,15 +79,14 @@ class Root:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Watch the model while it runs inside this context. Enter it after the contexts that watch the layers."""
-        handles: list[Any] = []
+        handles = self.handles
         try:
             self.tracker.attach()
             handles.append(self.model.register_forward_pre_hook(Hook(self._begin), prepend=True))
-            for layer in self.layers:
-                handles += around(layer, self._pause, self._resume)
             yield
         finally:
             take_back([self.tracker.detach, *(handle.remove for handle in handles)])
+            handles.clear()
 
     def saved_inside(self, tensor: Tensor, source: Source) -> None:
         """A layer's watcher saw a tensor saved; what comes from outside the layer may be the root's."""
@@ -114,6 +116,9 @@ class Root:
         self.inside.clear()  # a model that runs twice is known by its last run
         self.before = None
         self.tracker.paused, self.pausing = False, None  # a layer that was interrupted may have left it so
+        if len(self.handles) == 1 and torch.is_grad_enabled():  # not for evaluations: hooks make some layers slower
+            for layer in self.layers:
+                self.handles += around(layer, self._pause, self._resume)
 
     def _pause(self, layer: nn.Module, args: Any) -> None:
         if under_compilation():  # what is traced here would not be done

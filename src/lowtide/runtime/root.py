@@ -22,7 +22,7 @@ from lowtide._torch_private import hooks_on_top, pop_saved_tensors_hooks, push_s
 from lowtide.operators.calls import Site
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.root import Root
-from lowtide.operators.wrappers import Function, Wrappers, around
+from lowtide.operators.wrappers import Function, Wrappers, around, take_back
 from lowtide.policy import ResolvedLayer
 from lowtide.runtime.checked import checked
 from lowtide.runtime.intercept import intercept
@@ -153,14 +153,15 @@ class _DecidedRoot:
         model = self.follower.model
         intercept(model, self.program.sites, self._running, self.wrappers)
         self.wrappers.wrap(model, self._follow)
-        for layer in self.follower.layers:
-            self.handles += around(layer, self._pause, self._resume)
 
     def remove(self) -> None:
         """Leave the model as it was."""
         self.wrappers.remove()
-        for handle in self.handles:
-            handle.remove()
+        self._take_off_hooks()
+
+    def _take_off_hooks(self) -> None:
+        take_back(handle.remove for handle in self.handles)
+        self.handles.clear()
 
     def _running(self) -> CapturingRun | None:
         run = self.run
@@ -177,6 +178,8 @@ class _DecidedRoot:
             run = CapturingRun(self.program, manager, first)
             pack = keeping(_checking(run) if self.follower.verify else run.pack, manager)
             try:
+                for layer in self.follower.layers:
+                    self.handles += around(layer, self._pause, self._resume)
                 push_saved_tensors_hooks(pack, unpack)
                 self.run, self.pack = run, pack
                 output = forward(*args, **kwargs)
@@ -186,6 +189,7 @@ class _DecidedRoot:
                 except BaseException:
                     take_off(pack)
                     raise
+                self._take_off_hooks()
                 self.run = self.pack = None
                 self.paused.clear()
                 run.end()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import DisableTorchFunction
@@ -31,13 +32,22 @@ def places(model: nn.Module, layers: Sequence[nn.Module], recorder: Recorder) ->
         for module in layer.modules():
             root.paths.pop(module, None)  # the layer's own tracker follows it
     hooks: list[Any] = []
-    try:
-        for tracker in [*trackers, root]:
-            tracker.attach()
+    on_layers = False
+
+    def model_begins(model: nn.Module, args: Any) -> None:
+        nonlocal on_layers
+        if on_layers or not torch.is_grad_enabled():  # some layers evaluate otherwise with hooks on
+            return
+        on_layers = True
         for index, layer in enumerate(layers):
             begin, end = Hook(_Begin(recorder, root, index, hooks)), Hook(_End(recorder, root, index, hooks))
             hooks.append(layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
             hooks.append(layer.register_forward_hook(end))
+
+    try:
+        for tracker in [*trackers, root]:
+            tracker.attach()
+        hooks.append(model.register_forward_pre_hook(Hook(model_begins), prepend=True))
         hooks.append(model.register_forward_hook(Hook(_Result(recorder))))
         yield
     finally:
