@@ -203,6 +203,16 @@ def test_reversible(policy: LayerPolicy, ran: int) -> None:
     model(batch()).sum().backward()
 
 
+def test_reversible_at_the_end_of_a_with() -> None:
+    model = Stack(gated, 3)
+    before = snapshot(model)
+    with apply(model, Policy((swap("silu"),) * 3), limits=ANY) as handle:
+        model(batch()).sum().backward()
+        assert handle.kinds
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+
+
 def test_reversible_and_applied_again() -> None:
     expected = train(gated, None, device="cpu")
     trained = train(gated, swap(), device="cpu", steps=1)

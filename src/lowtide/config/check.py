@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -71,11 +72,19 @@ class Check:
             raise ConfigError("\n".join(lines))
 
 
+_POLICY = re.compile(rb'\s*{\s*"lowtide_policy"')
+
+
 def load_policy(file: str | FilePath) -> Policy:
     """Read the Policy that a training file asks for; ConfigError with all its problems if it has any.
 
+    What ``lowtide plan -o`` or :meth:`Policy.to_json` wrote is known by its content, whatever the file is called.
+
     ``policy = load_policy("pretrain_llama.yaml")``
     """
+    path = FilePath(file)
+    if path.is_file() and _POLICY.match(path.read_bytes()):
+        return Policy.from_json(path.read_text(encoding="utf-8"))
     check = check_file(file)
     check.raise_errors()
     if check.policy is None:

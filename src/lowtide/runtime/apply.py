@@ -66,7 +66,8 @@ def apply(
     of the model's layers, such as the ``kinds`` of a Handle that was at work on it, and need not be learnt again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
-    model as it was. Whatever this raises, the model is as it was too.
+    model as it was, and so does the end of ``with lowtide.apply(model, policy):``. Whatever this raises, the model is
+    as it was too.
     """
     found = find_layers(model, layers)
     if len(found.modules) != len(policy.layers):
@@ -168,6 +169,12 @@ class Handle:
         receipt = write_receipt(self.policy, self.resolution, kinds, self.ledger, more)
         self.ledger.clear()
         return receipt
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Leave the model as it was."""
