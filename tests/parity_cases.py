@@ -272,6 +272,7 @@ def baseline(model: str, setting: str, device: str, order: str) -> Run:
 
 @contextmanager
 def above(device: torch.device) -> Iterator[Callable[[Run], Run]]:
+    gc.collect()  # building a model leaves cycles, and what they hold must not end while it is measured
     before = allocated(device, None)
     yield lambda run: Run(run.values, tuple(held - before for held in run.held))
 
