@@ -233,12 +233,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 def count_of_writes(tensor: Tensor) -> Tensor:
-    """An empty tensor whose version is always that of ``tensor``: it shares the count and holds none of the bytes."""
+    """An empty tensor whose version is always that of ``tensor``: it shares the count and holds none of the bytes.
+
+    Of some complex ones, which torch does not let be emptied, it holds them.
+    """
     counter = without_graph(tensor)
-    with (
-        DisableTorchFunction(),
-        suppress(RuntimeError),
-    ):  # of some complex ones the bytes are held
+    with DisableTorchFunction(), suppress(RuntimeError):
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 

@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tide  # noqa: F401
 from lowtide.errors import RebuildError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from lowtide.runtime import outside
 from lowtide.runtime.ambient import _PRECISIONS, _SETTINGS, ambient, precision, restored
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.module_state import Attributes
 from lowtide.runtime.randomness import HostRandom
 
 LAYERS, WIDTH = 3, 16
@@ -713,3 +715,18 @@ def test_writes_that_are_not_counted(decision: LayerPolicy, build: Callable[[], 
     found, _ = run(build, decision)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert len(found) == len(expected)
+
+
+def test_an_attribute_that_is_gone_or_new_is_a_change() -> None:
+    module = nn.Linear(2, 2)
+    module.scale = None  # type: ignore[assignment]
+    attributes = Attributes((module,), outside.Outside())
+    assert attributes.unchanged()
+    del module.scale
+    assert not attributes.unchanged()
+    module.offset = None  # type: ignore[assignment]
+    assert not attributes.unchanged()
+    attributes.put_back()
+    assert attributes.unchanged()
+    assert vars(module)["scale"] is None
+    assert not hasattr(module, "offset")

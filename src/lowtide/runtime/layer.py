@@ -318,14 +318,14 @@ class DecidedLayer:
                 push_saved_tensors_hooks(pack, unpack)
                 output = forward(*args, **kwargs)
             finally:
+                self.run = None  # before what may be interrupted: a layer that is taken to run is not decided
+                if self.collectives is not None:
+                    self.collectives.registry = None
                 try:
                     take_off(pack)
                 except BaseException:
                     take_off(pack)
                     raise
-                self.run = None
-                if self.collectives is not None:
-                    self.collectives.registry = None
                 run.end()
             self.span.leave(first, output)
             if 0 < run.number != len(self.program.actions) or run.changed:

@@ -77,8 +77,6 @@ class Attributes:
         self.parameters = _places([(one, one) for one in self.holders])
         self.contents: list[tuple[Any, Any]] = []
         """Containers, the attributes of objects among them, with copies of what is in them."""
-        self.sequences: list[tuple[Any, Any]] = []
-        """Those of them that are no mappings."""
         self.tensors: list[tuple[str, Tensor]] = []
         self.generators: list[Any] = []
         """From which the modules may draw random numbers."""
@@ -92,7 +90,8 @@ class Attributes:
                 if type(value) not in _PLAIN:
                     self._look_into(name, value, seen)
         self.watched += [content for content, _ in self.contents if isinstance(content, dict)]
-        self.sequences += [pair for pair in self.contents if not isinstance(pair[0], dict)]
+        self.sequences = [pair for pair in self.contents if not isinstance(pair[0], dict)]
+        """Those of the containers that are no mappings, and have no versions."""
 
     def _name(self, code: Any, seen: set[int]) -> None:
         if id(code) in seen:
@@ -136,7 +135,7 @@ class Attributes:
         """
         versions = list(map(dict_version, self.watched))
         if versions != self.versions:
-            if not all(map(is_, map(dict.get, *self.places), self.values)) or self._has_others():
+            if not all(map(is_, map(dict.get, *self.places), self.values)) or not self._has_same_names():
                 return False
             if not all(_same_content(content, saved) for content, saved in self.contents):
                 return False
@@ -147,11 +146,10 @@ class Attributes:
             return False
         return not self.variables or all(variable.value is value for variable, value in self.variables)
 
-    def _has_others(self) -> bool:
-        """Whether there are attributes or modules that were not there."""
-        return any(now.keys() - _NOT_ATTRIBUTES - was.keys() for now, was in self.own) or len(self.values) != sum(
-            len(was) + len(now["_modules"]) for now, was in self.own
-        )
+    def _has_same_names(self) -> bool:
+        """Whether there are the attributes that were there, none more, and as many modules."""
+        count = sum(len(was) + len(now["_modules"]) for now, was in self.own)
+        return count == len(self.values) and all(now.keys() - _NOT_ATTRIBUTES == was.keys() for now, was in self.own)
 
     def put_back(self) -> None:
         """Let everything be as it was; what all modules have, such as hooks, is not theirs."""

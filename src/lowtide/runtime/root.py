@@ -184,13 +184,13 @@ class _DecidedRoot:
                 self.run, self.pack = run, pack
                 output = forward(*args, **kwargs)
             finally:
+                self.run = self.pack = None
                 try:
                     take_off(pack)  # a layer that was interrupted may not have put them back
                 except BaseException:
                     take_off(pack)
                     raise
                 self._take_off_hooks()
-                self.run = self.pack = None
                 self.paused.clear()
                 run.end()
             self.span.leave(first, output)
