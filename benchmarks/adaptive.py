@@ -38,9 +38,9 @@ from rich.table import Table
 import lowtide
 import tide
 from lowtide import LayerPolicy, Policy, Recompute
-from lowtide.adapt.machine import link_of
-from lowtide.adapt.measure import Measuring
-from lowtide.plan.make import make_plan
+from lowtide.adaptive.machine import link_of
+from lowtide.adaptive.measure import Measuring
+from lowtide.planner.make import make_plan
 from lowtide.trace.trace import Trace, kernels_of
 from models import Shape, llama, use_machine
 

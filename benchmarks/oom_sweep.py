@@ -41,7 +41,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from lowtide._torch_private import TorchDispatchMode
-from lowtide.adapt.rescue import Rescue
+from lowtide.adaptive.rescue import Rescue
 from ranks import Ranks
 from session_cases import session_of, session_on_ranks
 from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, rescued

@@ -56,9 +56,9 @@ from lowtide.models.build import build_model
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.initialise import initialise
 from lowtide.models.shape import DecoderShape
-from lowtide.plan.make import make_plan
-from lowtide.plan.simulate import simulate
-from lowtide.plan.simulation import Simulation
+from lowtide.planner.make import make_plan
+from lowtide.planner.simulate import simulate
+from lowtide.planner.simulation import Simulation
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import kernels_of
 from models import Attach, Shape, llama, use_machine

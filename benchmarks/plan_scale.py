@@ -32,12 +32,12 @@ from lowtide.cli.traced import Layout, trace_of
 from lowtide.config.check import check_text
 from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
-from lowtide.plan.make import make_plan
-from lowtide.plan.pipeline import Pipeline
-from lowtide.plan.plan import Plan
-from lowtide.plan.problem import stage_problems
-from lowtide.plan.simulate import simulate
-from lowtide.plan.solve import solve_least, solve_stage
+from lowtide.planner.make import make_plan
+from lowtide.planner.pipeline import Pipeline
+from lowtide.planner.plan import Plan
+from lowtide.planner.problem import stage_problems
+from lowtide.planner.simulate import simulate
+from lowtide.planner.solve import solve_least, solve_stage
 from lowtide.policy import Policy
 from lowtide.trace.trace import Trace
 from lowtide.units import format_bytes, format_seconds

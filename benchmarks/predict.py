@@ -38,8 +38,8 @@ from rich.table import Table
 import tide
 from lowtide.cost.calibrate import calibrate
 from lowtide.cost.device import Device
-from lowtide.plan.pipeline import Pipeline, ScheduleName, even_pipeline
-from lowtide.plan.simulate import simulate
+from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline
+from lowtide.planner.simulate import simulate
 from lowtide.trace.trace import Kernel, Trace, kernels_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

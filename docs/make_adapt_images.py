@@ -22,7 +22,7 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tide
 from adaptive import Training
-from lowtide.adapt.session import Adaptive
+from lowtide.adaptive.session import Adaptive
 from lowtide.report.adapt import print_adaptive
 
 LAYERS = 6

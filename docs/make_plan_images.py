@@ -15,8 +15,8 @@ from make_images import IMAGES, console, save
 from rich.text import Text
 
 from lowtide.cli.traced import Layout, trace_of
-from lowtide.plan.make import make_plan
-from lowtide.plan.plan import Plan
+from lowtide.planner.make import make_plan
+from lowtide.planner.plan import Plan
 from lowtide.report.page import write_page
 from lowtide.report.plan import print_explanation
 

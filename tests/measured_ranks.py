@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tide
 from lowtide._torch_private import inner_tensor
-from lowtide.adapt.measure import TIMED_STEPS, Measuring
+from lowtide.adaptive.measure import TIMED_STEPS, Measuring
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.mesh import make_meshes
 from lowtide.train.traced import TracedRank, _groups

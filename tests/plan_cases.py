@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowtide.plan.pipeline import even_pipeline
-from lowtide.plan.plan import Option, Plan, PlannedOperator
-from lowtide.plan.simulation import Moment, Share, Simulation, Span, StageSimulation
+from lowtide.planner.pipeline import even_pipeline
+from lowtide.planner.plan import Option, Plan, PlannedOperator
+from lowtide.planner.simulation import Moment, Share, Simulation, Span, StageSimulation
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 
 __all__ = ["GIB", "MIB", "llama_plan"]

@@ -18,8 +18,8 @@ from lowtide.cost.imagined import device_kernels
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
 from lowtide.models.initialise import initialise
-from lowtide.plan.pipeline import even_pipeline
-from lowtide.plan.simulate import simulate
+from lowtide.planner.pipeline import even_pipeline
+from lowtide.planner.simulate import simulate
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes

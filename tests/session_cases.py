@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lowtide
 import tide
-from lowtide.adapt.session import Adaptive
+from lowtide.adaptive.session import Adaptive
 from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
 from sweep_cases import LAYOUTS, SHARES, Outcome, Subject, alone, phase_of, settled

@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import tide
 from lowtide._torch_private import inner_tensor, scoped_library
-from lowtide.adapt.rescue import Rescue
+from lowtide.adaptive.rescue import Rescue
 from lowtide.errors import RescueError
-from lowtide.plan.pipeline import Pipeline, even_pipeline
+from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits

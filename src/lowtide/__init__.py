@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowtide.adapt.call import adapt
-    from lowtide.adapt.session import Adaptive
+    from lowtide.adaptive.session import Adaptive
+    from lowtide.api import adapt, plan
     from lowtide.config.check import load_policy
     from lowtide.errors import (
         CheckpointError,
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from lowtide.models.chunked_loss import chunked_cross_entropy
-    from lowtide.plan.call import plan
-    from lowtide.plan.plan import Plan
+    from lowtide.planner.plan import Plan
     from lowtide.policy import (
         Catalogue,
         CommRule,
@@ -105,18 +104,18 @@ __all__ = [
 
 
 _MODULES = {
-    "Adaptive": "lowtide.adapt.session",
+    "Adaptive": "lowtide.adaptive.session",
     "Handle": "lowtide.runtime.apply",
     "Limits": "lowtide.runtime.limits",
-    "Plan": "lowtide.plan.plan",
+    "Plan": "lowtide.planner.plan",
     "Receipt": "lowtide.runtime.receipt",
     "Trace": "lowtide.trace.trace",
     "Verification": "lowtide.runtime.verify",
-    "adapt": "lowtide.adapt.call",
+    "adapt": "lowtide.api",
     "apply": "lowtide.runtime.apply",
     "chunked_cross_entropy": "lowtide.models.chunked_loss",
     "load_policy": "lowtide.config.check",
-    "plan": "lowtide.plan.call",
+    "plan": "lowtide.api",
     "verify": "lowtide.runtime.verify",
 }
 

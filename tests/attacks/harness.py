@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import lowtide
 from attacks.treatments import APPLIED, Treatment
-from lowtide.adapt.session import Adaptive
+from lowtide.adaptive.session import Adaptive
 from lowtide.operators.layers import find_layers
 from lowtide.runtime.apply import Handle
 from lowtide.runtime.limits import Limits

@@ -216,7 +216,7 @@ def adapt_other_policy(side: Side) -> None:
 
 @attack("adapt in a pipeline that places other layers here", treatments=ONE, devices=BOTH)
 def adapt_other_pipeline(side: Side) -> None:
-    from lowtide.plan.pipeline import even_pipeline
+    from lowtide.planner.pipeline import even_pipeline
 
     model, optimizer = model_and_optimizer(side)
     refused(

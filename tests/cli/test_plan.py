@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from hand_made_traces import llama_trace
 from lowtide.cli.main import app
-from lowtide.plan.plan_file import load_plan, plan_from_json, save_plan
+from lowtide.planner.plan_file import load_plan, plan_from_json, save_plan
 from lowtide.policy import Policy
 from plan_cases import llama_plan
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lowtide.adapt.settings import AdaptSettings
+from lowtide.adaptive.settings import AdaptSettings
 from lowtide.cli.main import app
 from lowtide.cli.train import Tracker, _arguments, _launch, _options, _read
 from lowtide.train.options import TrainOptions

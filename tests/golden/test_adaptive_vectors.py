@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lowtide.plan.linear_program import LinearProgram
+from lowtide.planner.linear_program import LinearProgram
 
 _spec = importlib.util.spec_from_file_location("golden_vectors", Path(__file__).with_name("vectors.py"))
 assert _spec is not None

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lowtide.adapt.record import AdaptEvent, AdaptRecord, AdaptStep, save_record
+from lowtide.adaptive.record import AdaptEvent, AdaptRecord, AdaptStep, save_record
 from lowtide.cli.main import app
 from lowtide.errors import ReportError
-from lowtide.plan.plan import Plan
-from lowtide.plan.plan_file import save_plan
-from lowtide.plan.simple import FULL, NOTHING
+from lowtide.planner.plan import Plan
+from lowtide.planner.plan_file import save_plan
+from lowtide.planner.simple import FULL, NOTHING
 from lowtide.report.adapt import adaptive_text, print_report, say
 from lowtide.report.adapt_page import MOST_STEPS, adaptive_events, adaptive_figures, adaptive_sentence
 from lowtide.report.page import make_page

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ReportError
-from lowtide.plan.plan import Plan, PlannedOperator
+from lowtide.planner.plan import Plan, PlannedOperator
 from lowtide.policy import Keep
 from lowtide.report.page import make_page
 from lowtide.report.run import Run, SettingRow

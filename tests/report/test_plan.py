@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lowtide.plan.plan import Option, Plan
+from lowtide.planner.plan import Option, Plan
 from lowtide.report.plan import explanation_as_json, print_explanation, print_plan
 from lowtide.report.words import headline, recommended, ways
 from plan_cases import GIB, llama_plan

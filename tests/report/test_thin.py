@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.plan.simulation import Moment, Span
+from lowtide.planner.simulation import Moment, Span
 from lowtide.report.thin import blocks, late_copies, thin_memory, thin_points
 
 moments = st.lists(st.tuples(st.floats(0, 1e3), st.integers(0, 1 << 40)), min_size=1, max_size=200).map(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lowtide.adapt.settings import AdaptSettings
+from lowtide.adaptive.settings import AdaptSettings
 from lowtide.config.check import check_text
 from lowtide.errors import ConfigError
 from lowtide.operators.names import layer_operators
-from lowtide.plan.pipeline import even_pipeline
+from lowtide.planner.pipeline import even_pipeline
 from lowtide.train.pipeline import planned_pipeline, stages_of
 from lowtide.train.run import Degrees, Run, read_run
 from lowtide.train.without_effect import settings_without_effect

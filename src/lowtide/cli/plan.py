@@ -49,7 +49,7 @@ def plan(
     if as_json:
         import json
 
-        from lowtide.plan.plan_file import plan_as_json
+        from lowtide.planner.plan_file import plan_as_json
 
         typer.echo(json.dumps(plan_as_json(found.plan)))
     else:
@@ -67,7 +67,7 @@ def plan(
 def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) -> bool:
     """Write one of the files; prints the error if that fails, so that the others are written all the same."""
     from lowtide.errors import LowtideError, PlanError
-    from lowtide.plan.plan_file import save_plan
+    from lowtide.planner.plan_file import save_plan
     from lowtide.report.page import write_page
     from lowtide.report.perfetto import write_perfetto
 

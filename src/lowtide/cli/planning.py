@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from lowtide.cli.traced import Layout, Traced
     from lowtide.cost.device import Device
-    from lowtide.plan.plan import Option, Plan
+    from lowtide.planner.plan import Option, Plan
 
 __all__ = ["Inputs", "Planned", "given_text", "plan_inputs", "takes_inputs"]
 
@@ -153,7 +153,7 @@ def plan_inputs(inputs: Inputs) -> Planned:
     from lowtide.cost.imagined import device_kernels
     from lowtide.cost.kernels import family_of
     from lowtide.errors import LowtideError
-    from lowtide.plan.make import make_plan
+    from lowtide.planner.make import make_plan
     from lowtide.units import parse_bytes
 
     gc.enable()  # the entry point turned it off for commands that end at once
@@ -200,8 +200,8 @@ def _with_own(plan: Plan, traced: Traced, device: Device, say: Callable[[str], N
 
 
 def _own_option(plan: Plan, traced: Traced, device: Device) -> Option:
-    from lowtide.plan.plan import Option
-    from lowtide.plan.simulate import simulate
+    from lowtide.planner.plan import Option
+    from lowtide.planner.simulate import simulate
 
     assert traced.policy is not None
     simulation = simulate(traced.trace, traced.policy, device, traced.pipeline)

@@ -69,7 +69,7 @@ def report(
     [bold]lowtide report plan.json --receipt output/receipts.jsonl --metrics output/metrics.jsonl[/bold]
     """
     from lowtide.errors import LowtideError
-    from lowtide.plan.plan_file import load_plan
+    from lowtide.planner.plan_file import load_plan
     from lowtide.report.page import write_page
     from lowtide.report.run import read_directory, read_run
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowtide.errors import LowtideError, ModelError
 
 if TYPE_CHECKING:
-    from lowtide.plan.pipeline import Pipeline, ScheduleName
+    from lowtide.planner.pipeline import Pipeline, ScheduleName
     from lowtide.policy import Policy
     from lowtide.trace.trace import Trace
 
@@ -50,7 +50,7 @@ class Traced(NamedTuple):
 def trace_of(source: str, layout: Layout, progress: Callable[[str], None] = lambda _: None) -> Traced:
     """Trace what ``source`` names: a Trace's file, a training file, a built-in shape, a directory of transformers with
     a ``config.json``, or ``module:function``. No weights are loaded, no memory is taken."""
-    from lowtide.plan.pipeline import even_pipeline
+    from lowtide.planner.pipeline import even_pipeline
 
     path = Path(source)
     policy: Policy | None = None
@@ -94,7 +94,7 @@ def _from_file(source: str, layout: Layout, progress: Callable[[str], None]) -> 
     from lowtide.config.check import check_file
     from lowtide.models.shape import shape_of
     from lowtide.operators.names import layer_operators
-    from lowtide.plan.pipeline import even_pipeline
+    from lowtide.planner.pipeline import even_pipeline
     from lowtide.train.pipeline import planned_pipeline
     from lowtide.train.run import read_run
     from lowtide.train.traced import TracedRank, trace_rank

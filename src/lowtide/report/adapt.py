@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from lowtide.plan.plan import Option, Plan
-from lowtide.plan.simple import FULL, NOTHING
-from lowtide.plan.simulation import Simulation
+from lowtide.planner.plan import Option, Plan
+from lowtide.planner.simple import FULL, NOTHING
+from lowtide.planner.simulation import Simulation
 from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
 from lowtide.report.words import decision_kind, held_by_decision
 from lowtide.units import format_bytes, format_seconds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from lowtide.adapt.record import AdaptRecord, AdaptStep
+from lowtide.adaptive.record import AdaptRecord, AdaptStep
 from lowtide.report.axes import Figure, Scale, byte_scale, short, time_scale
 from lowtide.units import format_bytes, format_seconds
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from lowtide.plan.plan import Plan
-from lowtide.plan.simulation import StageSimulation
+from lowtide.planner.plan import Plan
+from lowtide.planner.simulation import StageSimulation
 from lowtide.report.axes import Figure, budget_marks, byte_scale, short, time_scale
 from lowtide.report.words import KINDS, decision_kind, recommended, ways
 from lowtide.units import format_bytes, format_seconds

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from lowtide.errors import ReportError
-from lowtide.plan.plan import Plan
-from lowtide.plan.simulation import StageSimulation
+from lowtide.planner.plan import Plan
+from lowtide.planner.simulation import StageSimulation
 from lowtide.report.adapt_page import adaptive_events, adaptive_figures, adaptive_sentence
 from lowtide.report.axes import Figure
 from lowtide.report.charts import curve_figure, grid_figure, stage_memory_figure, stage_time_figure

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowtide.plan.simulation import Simulation, Span, StageSimulation
+from lowtide.planner.simulation import Simulation, Span, StageSimulation
 
 __all__ = ["perfetto_events", "write_perfetto"]
 

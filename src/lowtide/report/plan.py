@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.plan.plan import Option, Plan
+from lowtide.planner.plan import Option, Plan
 from lowtide.policy import format_layers
 from lowtide.report.words import (
     fullest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.errors import ReportError
-from lowtide.plan.plan import Plan
+from lowtide.planner.plan import Plan
 from lowtide.report.run import Run
 from lowtide.report.words import fullest
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from lowtide.adapt.record import RECORD_FILE, AdaptRecord, load_record
+from lowtide.adaptive.record import RECORD_FILE, AdaptRecord, load_record
 from lowtide.errors import ReportError
-from lowtide.plan.plan import Plan
-from lowtide.plan.plan_file import load_plan
+from lowtide.planner.plan import Plan
+from lowtide.planner.plan_file import load_plan
 from lowtide.policy import format_layers
 
 __all__ = ["Run", "SettingRow", "read_directory", "read_run"]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from lowtide.plan.plan import Option, Plan
+from lowtide.planner.plan import Option, Plan
 from lowtide.policy import format_layers
 from lowtide.report.run import Run
 from lowtide.report.thin import late_copies

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lowtide.plan.simulation import Moment, Span
+from lowtide.planner.simulation import Moment, Span
 from lowtide.policy import format_layers
 
 __all__ = ["ROWS", "Block", "blocks", "late_copies", "thin_memory", "thin_points"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from lowtide.plan.simulation import StageSimulation
+from lowtide.planner.simulation import StageSimulation
 from lowtide.report.axes import FAR, Figure, Scale, budget_marks, byte_scale, short, time_scale
 from lowtide.report.run import Run
 from lowtide.report.thin import MOST_BLOCKS, ROWS, SLICES, Block, blocks, thin_memory, thin_points

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lowtide.plan.plan import Option, Plan
-from lowtide.plan.simulation import Share, StageSimulation
+from lowtide.planner.plan import Option, Plan
+from lowtide.planner.simulation import Share, StageSimulation
 from lowtide.policy import Keep, Recompute, Swap
 from lowtide.units import format_bytes, format_seconds
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.adapt.session import Adaptive
-from lowtide.plan.plan import Plan
+from lowtide.adaptive.session import Adaptive
+from lowtide.planner.plan import Plan
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.report.adapt import adaptive_text
 from lowtide.train.job import Job

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lowtide.adapt.settings import profiling_warnings
+from lowtide.adaptive.settings import profiling_warnings
 from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import MFLossMonitor, MoEDropRateCallback
 from lowtide.policy import Policy
@@ -43,7 +43,7 @@ from lowtide.train.weights import load_weights
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lowtide.adapt.session import Adaptive
+    from lowtide.adaptive.session import Adaptive
 
 __all__ = ["Loop"]
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from lowtide._torch_private import drop_pipeline_losses
 from lowtide.config.placement import Placement
 from lowtide.errors import ConfigError
-from lowtide.plan import pipeline as plan
+from lowtide.planner import pipeline as plan
 from lowtide.train.run import Run, Schedule
 
 __all__ = ["Pipeline", "Stage", "make_pipeline", "planned_pipeline", "stages_of"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lowtide.adapt.settings import AdaptSettings, ReadSettings, read_settings
+from lowtide.adaptive.settings import AdaptSettings, ReadSettings, read_settings
 from lowtide.config.check import Check
 from lowtide.errors import ConfigError
 

@@ -1,0 +1,247 @@
+"""Measure training steps that somebody else runs: a Trace of them, with the seconds that each kernel took.
+
+The first step shows the operators and what they save, later ones are recorded and timed. What autograd saves is on the
+host meanwhile, so that a measured step needs the least memory of all. See [Note: whose step it is] in
+:mod:`lowtide.trace.phases`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lowtide._torch_private import insert_saved_tensors_hooks, remove_saved_tensors_hooks
+from lowtide.adaptive.on_host import HostCopies
+from lowtide.errors import TraceError
+from lowtide.operators.kept import Hold, held_tensor
+from lowtide.operators.kinds import LayerKind
+from lowtide.operators.layers import find_layers
+from lowtide.operators.survey import Survey, surveying
+from lowtide.operators.wrappers import take_back
+from lowtide.runtime.apply import Structure, structure_of
+from lowtide.runtime.refuse import refuse_compiled_function
+from lowtide.trace.assemble import assemble
+from lowtide.trace.in_place import change_in_place
+from lowtide.trace.phases import Phases
+from lowtide.trace.places import device_of, places
+from lowtide.trace.recorder import RecordedKernel, Recorder
+from lowtide.trace.trace import Trace
+
+__all__ = ["TIMED_STEPS", "Measuring"]
+
+TIMED_STEPS = 3
+"""Steps that are timed, where nothing else is asked for."""
+
+
+class _Recorded(NamedTuple):
+    """One step that was recorded."""
+
+    recorder: Recorder
+    given: tuple[int, ...]
+
+
+class Measuring:
+    """Looks on while a model is trained. Nothing of the training changes but the time it takes.
+
+    ``measuring = Measuring(model, optimizers=[optimizer])``; then around whole steps, forward to ``optimizer.step()``,
+    ``with measuring.step(): …``; once ``measuring.complete``, ``measuring.trace()`` is what :func:`capture` would give,
+    with the optimizer's step and measured seconds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        layers: str | None = None,
+        last: bool = True,
+        timed: int = TIMED_STEPS,
+    ) -> None:
+        """``layers`` names the module that holds the layers, where the longest run of equal children is not it.
+
+        ``last`` is false for a pipeline stage that does not compute the loss. ``timed`` steps are enough.
+        """
+        self.model, self.optimizers, self.layers, self.last = model, tuple(optimizers), layers, last
+        self.timed = timed
+        self.survey: Survey | None = None
+        self.recorded: list[_Recorded] = []
+        self._hold: Hold | None = None
+        """How what the first step saves is held."""
+        self._phases: Phases | None = None
+        """Of the step that is recorded now."""
+        self._recorder: Recorder | None = None
+        """Of the step that was recorded last."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough has been seen."""
+        return len(self.recorded) >= self.timed
+
+    def kinds(self) -> dict[Structure, LayerKind]:
+        """What is known of the layers, for a Policy that follows."""
+        if self.survey is None:
+            return {}
+        layers = zip(self.survey.layers.modules, self.survey.kind_of, strict=True)
+        return {structure_of(layer): self.survey.kinds[kind] for layer, kind in layers}
+
+    def begin_anew(self) -> None:
+        """Forget the recorded steps, but not the operators: batches of another length are to be measured."""
+        self.recorded, self._recorder = [], None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one whole step: all micro batches forward and backward, and the optimizers' steps.
+
+        A step that raises counts for nothing.
+        """
+        hooks: list[Any] = []
+        try:
+            for optimizer in self.optimizers:
+                hooks.append(optimizer.register_step_pre_hook(self.optimizer_begins))
+                hooks.append(optimizer.register_step_post_hook(self.optimizer_ends))
+            with self.prepared() as listening, listening():
+                yield
+        finally:
+            take_back(hook.remove for hook in hooks)
+
+    @contextmanager
+    def prepared(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """As :meth:`step`, for whoever tells of the optimizers' steps and cannot be around all of it.
+
+        Nothing but the model is touched before the context that the given function makes is entered, when the step's
+        first forward begins.
+        """
+        with self._learning() if self.survey is None else self._recording() as listening:
+            yield listening
+
+    def optimizer_begins(self, *_: Any) -> None:
+        """The step of an optimizer begins."""
+        if self._phases is not None:
+            self._phases.optimizer_begins()
+
+    def optimizer_ends(self, *_: Any) -> None:
+        """The step of an optimizer has ended."""
+        if self._phases is not None:
+            self._phases.optimizer_ends()
+
+    def take_off(self) -> None:
+        """Take off what an interrupt may have left on."""
+        if self._recorder is not None:
+            self._recorder.take_off()
+        if self._hold is not None:
+            remove_saved_tensors_hooks(self._hold)
+
+    @contextmanager
+    def _learning(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        copies = HostCopies(at_once=False)
+        hold = self._hold = copies.hold
+        with surveying(
+            self.model, layers=self.layers, hold=hold, written=copies.written, refuse=refuse_compiled_function
+        ) as seen:
+            yield partial(_holding, hold)
+        found = seen()
+        if found.held.total:  # otherwise nothing has run, or nothing with gradients
+            self.survey = found
+
+    @contextmanager
+    def _recording(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        layers = find_layers(self.model, self.layers).modules
+        copies = HostCopies(at_once=True)
+        device = device_of(self.model)
+        recorder = Recorder(len(layers), hold=copies.hold, written=copies.written, device=device, timed=True)
+        self._recorder = recorder
+        phases = self._phases = Phases(self.model, self.optimizers, recorder, last=self.last)
+        try:
+            with places(self.model, layers, recorder), phases.following():
+                yield partial(_uncollected, recorder)
+        finally:
+            self._phases = None
+        if phases.whole and phases.told:
+            change_in_place(recorder)
+            self.recorded.append(_Recorded(recorder, phases.given))
+
+    def trace(self, *, name: str = "") -> Trace:
+        """What was measured. Waits for the device."""
+        if self.survey is None or not self.recorded:
+            raise TraceError(
+                f"{len(self.recorded)} steps were recorded, and a Trace needs at least one after the first, in which"
+                " operators are learnt: run more inside step(), each with a forward and a backward of the model"
+            )
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        first = self.recorded[0]
+        kernels = first.recorder.kernels
+        seconds, alike = _seconds(kernels, [one.recorder.kernels for one in self.recorded])
+        samples, tokens = (first.given[0], prod(first.given[:2])) if first.given else (0, 0)
+        trace = assemble(
+            self.survey,
+            first.recorder,
+            first.recorder,
+            seconds=seconds,
+            model=self.model,
+            optimizers=self.optimizers,
+            name=name or type(self.model).__name__,
+            layout={},
+            batch={"samples": samples, "tokens": tokens} if samples else {},
+        )
+        return replace(trace, notes=(*trace.notes, *(() if alike else (_NOT_ALIKE,))))
+
+
+@contextmanager
+def _holding(hold: Hold) -> Iterator[None]:
+    """Hold what is saved for backward."""
+    try:
+        insert_saved_tensors_hooks(hold, held_tensor)
+        yield
+    finally:
+        remove_saved_tensors_hooks(hold)
+
+
+@contextmanager
+def _uncollected(recorder: Recorder) -> Iterator[None]:
+    """Record, without the garbage collector: what ends when it finds a cycle would end elsewhere in every step."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with recorder.listening():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+_NOT_ALIKE = (
+    "the measured steps did not all run the same kernels, as where routing or lengths change: the first of them stands"
+    " for all"
+)
+
+
+def _seconds(kernels: Sequence[RecordedKernel], steps: Sequence[Sequence[RecordedKernel]]) -> tuple[list[float], bool]:
+    """The median of what each kernel took, and whether all steps ran the same ones.
+
+    Where they did not, it is the median over all kernels of the same kind and size.
+    """
+    wanted = [_key(kernel) for kernel in kernels]
+    if all([_key(kernel) for kernel in step] == wanted for step in steps):
+        return [median(column) for column in zip(*([one.seconds for one in step] for step in steps), strict=True)], True
+    found: dict[tuple[str, str, int, int], list[float]] = {}
+    for step in steps:
+        for kernel in step:
+            found.setdefault(_key(kernel), []).append(kernel.seconds)
+    return [median(found[key]) for key in wanted], False
+
+
+def _key(kernel: RecordedKernel) -> tuple[str, str, int, int]:
+    # Not the shape as it is written: numbers stand in it that change from step to step, as an optimizer's do.
+    return kernel.kind, kernel.dtype, kernel.flops, kernel.touched

@@ -1,0 +1,133 @@
+"""One Trace of several: of ranks that do the same, and of the stages of a pipeline. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lowtide.adaptive.stage_ends import followed, preceded
+from lowtide.errors import TraceError
+from lowtide.trace.trace import Part, Static, Trace
+
+__all__ = ["joined", "slowest"]
+
+
+def slowest(traces: Sequence[Trace]) -> Trace:
+    """The Trace of ranks of one pipeline stage: of each kernel the longest time, and the most memory.
+
+    Ranks whose experts got other tokens do not run the same kernels: the Trace is then that of the one that holds most,
+    and it says so.
+
+    ``trace = slowest(gathered)``
+    """
+    if not traces:
+        raise TraceError("no Traces to merge: give those of all ranks of a stage")
+    largest = max(traces, key=_bytes)
+    alike = [one for one in traces if _structure(one) == _structure(largest)]
+
+    def merged(place: Callable[[Trace], Part]) -> Part:
+        return _largest([place(one) for one in alike])
+
+    result = replace(
+        largest,
+        before=merged(lambda one: one.before),
+        parts=tuple(merged(lambda one, number=number: one.parts[number]) for number in range(len(largest.parts))),  # type: ignore[misc]
+        after=merged(lambda one: one.after),
+        optimizer=merged(lambda one: one.optimizer),
+        notes=_notes(traces),
+    )
+    if len(alike) == len(traces):
+        return result
+    others = len(traces) - len(alike)
+    note = f"{others} of {len(traces)} ranks did not run the same kernels: the one that holds most stands for all"
+    return replace(result, notes=(*result.notes, note))
+
+
+def joined(stages: Sequence[Trace]) -> Trace:
+    """The Trace of a whole model from those of its pipeline stages, in the order that the data runs through them.
+
+    What stands before the layers is the first stage's, what stands after them the last one's. What others do there
+    belongs to their outermost layers: see [Note: stage ends] in :mod:`lowtide.adaptive.stage_ends`.
+
+    ``trace = joined([first, second])``
+    """
+    if not stages:
+        raise TraceError("no Traces to join: give those of all pipeline stages, in the order of the model")
+    if len(stages) == 1:
+        return stages[0]
+    alike: dict[Part, list[Part]] = {}
+    layers: list[int] = []
+    for number, stage in enumerate(stages):
+        own = [stage.parts[place] for place in stage.layers]
+        if number > 0:
+            own[0] = preceded(own[0], stage.before)
+        if number < len(stages) - 1:
+            own[-1] = followed(own[-1], stage.after)
+        for part in own:
+            plain = part.without_seconds()
+            alike.setdefault(plain, []).append(part)
+            layers.append(list(alike).index(plain))
+    return replace(
+        stages[0],
+        parts=tuple(_largest(parts) for parts in alike.values()),
+        layers=tuple(layers),
+        after=stages[-1].after,
+        optimizer=_whole_optimizer(stages),
+        measured=all(stage.measured for stage in stages),
+        notes=_notes(stages),
+    )
+
+
+def _whole_optimizer(stages: Sequence[Trace]) -> Part:
+    """The step of an optimizer that has all parameters: that of the stage with most of them, so much larger.
+
+    Of a stage, its share of the parameters' bytes is simulated.
+    """
+    total = sum(_parameters(stage) for stage in stages)
+    most = max(stages, key=_parameters)
+    times = total / _parameters(most) if _parameters(most) else 1.0
+    return most.optimizer.scaled(times)
+
+
+def _largest(parts: Sequence[Part]) -> Part:
+    """Parts that do the same as one, which takes as long as the slowest and holds as much as the largest."""
+    first = parts[0]
+    kernels = []
+    for same in zip(*(part.kernels for part in parts), strict=True):
+        seconds = [kernel.seconds for kernel in same if kernel.seconds is not None]
+        work = max(same, key=lambda kernel: (kernel.flops, kernel.touched))
+        kernels.append(work._replace(seconds=max(seconds, default=None)))
+    values = (max(same, key=lambda value: value.size) for same in zip(*(part.values for part in parts), strict=True))
+    static: Static = max((part.static for part in parts), key=lambda one: one.total)
+    return replace(first, values=tuple(values), kernels=tuple(kernels), static=static)
+
+
+def _structure(trace: Trace) -> tuple[Any, ...]:
+    """What is the same in all ranks that do the same: everything but sizes and times."""
+    return (trace.layers, *map(_steps, (trace.before, *trace.parts, trace.after, trace.optimizer)))
+
+
+def _steps(part: Part) -> tuple[Any, ...]:
+    return (
+        part.forward, part.backward, tuple(kernel.kind for kernel in part.kernels), len(part.values),
+        tuple(pack[:-1] for pack in part.packs), tuple(operator.name for operator in part.operators),
+    )  # fmt: skip
+
+
+def _bytes(trace: Trace) -> int:
+    """What is held in a step: static memory, and what the layers save for backward."""
+    around = trace.before.static.total + trace.after.static.total
+    return around + sum(
+        trace.parts[place].static.total + sum(operator.owned for operator in trace.parts[place].operators)
+        for place in trace.layers
+    )
+
+
+def _parameters(trace: Trace) -> int:
+    parts = (trace.before, trace.after, *(trace.parts[place] for place in trace.layers))
+    return sum(sum(part.static.parameters) for part in parts)
+
+
+def _notes(traces: Sequence[Trace]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(note for trace in traces for note in trace.notes))

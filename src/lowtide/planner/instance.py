@@ -1,0 +1,91 @@
+"""One run of a part: a layer and a micro batch, from its forward to the end of its backward."""
+
+from __future__ import annotations
+
+from lowtide.planner.program import DONE, Program
+from lowtide.planner.rank import Storage
+from lowtide.planner.swapping import Swapped
+
+__all__ = ["Instance", "RepeatedCall", "RunningCall"]
+
+
+class RunningCall:
+    """A captured call of one instance."""
+
+    __slots__ = ("held", "pending", "references", "results", "swapped")
+
+    def __init__(self) -> None:
+        self.held: dict[int, Storage] = {}
+        """The arguments that it holds."""
+        self.swapped: dict[int, Swapped] = {}
+        """Those that have left: they come back from there."""
+        self.pending = 0
+        """How many outstanding tensors come out of its repetition."""
+        self.references = 1
+        """Who holds the call: the layer while it runs, packs, and calls that were given what it made."""
+        self.results: dict[int, Storage] | None = None
+
+
+class RepeatedCall:
+    """A call that is repeated from its node."""
+
+    __slots__ = ("pending", "result")
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.result: Storage | None = None
+
+
+class Instance:
+    """One run of a part: a layer and a micro batch."""
+
+    __slots__ = (
+        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
+        "layer", "left", "lets_go", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt",
+        "repeated", "slots", "starts", "used",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        program: Program,
+        layer: int | None,
+        micro_batch: int,
+        offset: int = 0,
+        *,
+        passes: bool = False,
+        last: bool = False,
+        keeps: int | None = None,
+    ) -> None:
+        self.program, self.layer, self.micro_batch, self.offset = program, layer, micro_batch, offset
+        self.last = last
+        """Whether it is the last layer: after it, all that has to come back does so when backward begins."""
+        self.passes = passes
+        """Whether it keeps everything or nothing, and something of another layer is due in it."""
+        self.keeps = keeps
+        """A value that somebody else holds from when it is made: a pipeline, its last stage's logits."""
+        self.kept: Storage | None = None
+        self.first = 0
+        self.slots: dict[int, Storage] = {}
+        """What the program holds."""
+        self.lets_go: list[Storage] = []
+        """What others made and it lets go of."""
+        self.handed: list[Storage | None] = []
+        """What it hands to the next beside its output or its gradient."""
+        self.left: list[Storage] = []
+        """What its backward made and leaves until the whole backward has ended."""
+        self.held: dict[int, Storage] = {}
+        """What packs keep."""
+        self.packs: dict[int, Swapped] = {}
+        self.departed: dict[int, Swapped] = {}
+        self.starts: dict[int, list[Swapped]] = {}
+        """Packs that start copies back when they are asked for."""
+        self.due: list[Swapped] = []
+        """What starts to come back with the gradient of the part's output."""
+        self.calls: dict[int, RunningCall] = {}
+        self.repeated: dict[int, RepeatedCall] = {}
+        self.used: dict[int, Storage] = {}
+        """What was rebuilt for a node that is not done yet."""
+        self.input: Storage | None = None
+        self.input_swapped: Swapped | None = None
+        self.rebuilt = False
+        self.outstanding = sum(code == DONE for code, _ in program.backward) if program.whole else 0

@@ -1,0 +1,466 @@
+"""The one call: from a Trace, a budget and a device to the fastest Policy that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from lowtide.cost.device import Device
+from lowtide.cost.devices import find_device
+from lowtide.cost.kernel import kernel_seconds
+from lowtide.errors import PlanError
+from lowtide.planner.allocator import LimitError
+from lowtide.planner.expand import expand
+from lowtide.planner.linear_program import GAP, load_solver
+from lowtide.planner.pipeline import Pipeline, even_pipeline
+from lowtide.planner.plan import Option, Plan
+from lowtide.planner.planned import planned_operators
+from lowtide.planner.polish import Judged, Polisher
+from lowtide.planner.problem import LayerCost, StageProblem, layer_cost, stage_problems
+from lowtide.planner.repair import CLOSE, ROUNDS, Fitted, Try, fit_stage
+from lowtide.planner.schedule import Action, replay
+from lowtide.planner.simple import simple_policies
+from lowtide.planner.simulate import Known, simulate
+from lowtide.planner.simulation import Simulation, StageSimulation
+from lowtide.planner.solve import StageSolution, relaxed_seconds, solve_stage
+from lowtide.planner.yaml_form import YamlForm, yaml_form
+from lowtide.policy import Policy, resolve
+from lowtide.trace.trace import Kernel, Trace
+from lowtide.units import format_bytes, parse_bytes
+
+__all__ = ["make_plan"]
+
+LINK_SHARES = (0.9, 1.0, 0.6)
+"""How much of the time that copies can pass in swaps may take. The simulator says which is best; pipelines, which take
+longer to simulate, get the first."""
+HOW = "the Policy, or its YAML"
+POINTS = 12
+"""Points of the curve of memory against time."""
+POLISHED = 2
+"""The fastest ways, which are polished beside those of tighter budgets and those that recompute what is cheapest."""
+STARTS = 5
+"""How many of all these are polished: those that are fastest before."""
+TIGHTER = (0.94, 0.86)
+"""Shares of the budget that plans are sought for too."""
+POLISHED_NAME = "decided operator by operator"
+EVALUATIONS = 9600
+"""Simulations of a layer that polishing may take: a model of 32 layers is simulated 300 times, half of them from the
+best start."""
+FEWEST, MOST = 100, 600
+"""Simulations of the model, whatever its layers."""
+SIMPLE_STAGES = 4
+"""A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
+one stage only, since each of these takes a simulation."""
+CLOSE_OF_MANY = 0.03
+STALL_OF_MANY = 0.01
+FASTER = 0.98
+GAP_OF_MANY = 4e-3
+"""The gap at which HiGHS stops for one of many stages: the simulator moves its budget by more than that."""
+ROUNDS_OF_MANY = 2
+
+
+def make_plan(
+    trace: Trace,
+    budget: int | str,
+    device: Device | str,
+    pipeline: Pipeline | None = None,
+    *,
+    swap: bool = True,
+    recompute: bool = True,
+    host_memory: int | None = None,
+    fixed: Policy | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The fastest Policy whose simulated memory is within ``budget`` on every stage's device.
+
+    ``swap`` and ``recompute`` say what may be used, ``host_memory`` how much of a node's memory swaps may take, and
+    ``fixed`` what is decided already. If nothing fits, the Plan says so and how much is needed.
+
+    ``plan = make_plan(Trace.load("trace.json"), "60GiB", "h100")``
+    """
+    device = find_device(device) if isinstance(device, str) else device
+    budget = parse_bytes(budget)
+    if not budget:
+        raise PlanError('a budget is the memory of a device, such as "60GiB"; found 0')
+    if pipeline is None or not pipeline.placement:
+        micro_batches = pipeline.micro_batches if pipeline is not None else 1
+        pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
+    seconds = _Seconds(device)
+    problems = stage_problems(
+        trace,
+        device,
+        pipeline,
+        seconds,
+        host_memory=host_memory,
+        fixed=None if fixed is None else resolve(fixed, trace.catalogue),
+    )
+    search = _Search(trace, device, pipeline, problems, budget, fixed)
+    progress("simulating the simple ways")
+    options = search.simple(swap=swap, recompute=recompute)
+    progress("solving")
+    kept = options[0]
+    found, solve_seconds = _Found([], kept.simulation.seconds, None, []), 0.0  # nothing is faster than to do nothing
+    if not kept.fits or fixed is not None:
+        load_solver()
+        begin, search.simulating = time.perf_counter(), 0.0
+        found = search.fit(kept.simulation, swap=swap, recompute=recompute)
+        solve_seconds = time.perf_counter() - begin - search.simulating
+    options += found.options
+    if pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
+        progress("polishing")
+        costs = [layer_cost(part, seconds) for part in trace.parts]
+        options += search.polished(options, costs, options[0].simulation, swap=swap)
+    progress("simulating the plan")
+    return search.plan(found, options, solve_seconds)
+
+
+class _Seconds:
+    """The seconds of kernels; equal ones are asked for once."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.known: dict[Kernel, float] = {}
+
+    def __call__(self, kernel: Kernel) -> float:
+        found = self.known.get(kernel)
+        if found is None:
+            found = self.known[kernel] = kernel_seconds(self.device, kernel)
+        return found
+
+
+class _Found(NamedTuple):
+    """What the solver and the simulator agreed on."""
+
+    options: list[Option]
+    bound: float
+    """Seconds of a step: see the note that the plan gives."""
+    least: Policy | None
+    """What takes least memory of all that was simulated, stage by stage."""
+    least_reserved: list[int]
+    """How much that is."""
+
+
+class _Search:
+    """One search for a plan."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        device: Device,
+        pipeline: Pipeline,
+        problems: Sequence[StageProblem],
+        budget: int,
+        fixed: Policy | None,
+    ) -> None:
+        self.trace, self.device, self.pipeline = trace, device, pipeline
+        self.problems, self.budget, self.fixed = problems, budget, fixed
+        self.layers = len(trace.layers)
+        self.swap = self.recompute = True
+        self.many = pipeline.stages > SIMPLE_STAGES
+        self.simulating = 0.0
+        self.known: Known | None = {} if pipeline.stages > 1 else None
+        """Stages that were replayed."""
+        self.offset: int | None = None
+        """How much more than the solver's bytes the simulator found for the stage before."""
+        self.slowest = 0.0
+        """The seconds of the slowest stage so far."""
+        self.missed: list[Try] = []
+        """What came near to the budget and did not fit."""
+
+    def simulate(
+        self,
+        policy: Policy,
+        *,
+        stages: Sequence[int] | None = None,
+        details: bool = False,
+        limit: int | None = None,
+    ) -> Simulation:
+        begin = time.perf_counter()
+        result = simulate(
+            self.trace,
+            policy,
+            self.device,
+            self.pipeline,
+            stages=stages,
+            details=details,
+            known=self.known,
+            limit=limit,
+        )
+        self.simulating += time.perf_counter() - begin
+        return result
+
+    def option(self, name: str, policy: Policy, how: str = "") -> Option:
+        simulation = self.simulate(policy)
+        return Option(name=name, policy=policy, simulation=simulation, fits=simulation.reserved <= self.budget, how=how)
+
+    def simple(self, *, swap: bool, recompute: bool) -> list[Option]:
+        """The simple ways to run, simulated; the first keeps everything that is not fixed."""
+        if self.fixed is not None:
+            return [self.option("what is fixed", replace(self.fixed, origin="solver"))]
+        ways = list(simple_policies(self.layers, swap=swap, recompute=recompute))
+        if self.many:
+            ways = ways[:1]
+        return [self.option(one.name, one.policy, one.how) for one in ways]
+
+    def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
+        """The plans with and without swap, and a bound."""
+        self.swap, self.recompute = swap, recompute
+        both = "swap and recompute" if recompute else "swap some operators"
+        ways = [(both, True, share) for share in LINK_SHARES if swap]
+        if self.many:
+            ways = ways[:1]
+        if recompute and not (self.many and swap):
+            ways.insert(0, ("recompute some operators", False, 1.0))
+        if not ways:
+            return _Found([], kept.seconds, None, [])
+        fitted = []
+        for _, with_swap, share in ways:
+            self.offset, self.slowest = None, 0.0
+            # The slowest stage first: what is faster than that does not have to be improved.
+            order = sorted(self.problems, key=lambda problem: (-kept.stages[problem.stage].busy, problem.stage))
+            found = {problem.stage: self._fit(problem, kept, with_swap, recompute, share) for problem in order}
+            fitted.append([found[problem.stage] for problem in self.problems])
+        options: dict[str, Option] = {}
+        for (name, *_), stages in zip(ways, fitted, strict=True):
+            option = self.option(name, self._policy([one.best or one.least for one in stages]), HOW)
+            if name not in options or _worse(options[name], option):
+                options[name] = option
+        best = [min(found, key=_badness) for found in zip(*fitted, strict=True)]
+        mixed = self._policy([one.best or one.least for one in best])
+        if all(mixed != one.policy for one in options.values()):
+            options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
+        least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted, strict=True)]
+        seconds = [
+            self._least_seconds(problem, one, swap=swap, recompute=recompute)
+            for problem, one in zip(self.problems, best, strict=True)
+        ]
+        reserved = max(map(_reserved, least))
+        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least), [reserved])
+
+    def _fit(
+        self,
+        problem: StageProblem,
+        kept: Simulation,
+        swap: bool,
+        recompute: bool,
+        share: float,
+        budget: int | None = None,
+    ) -> Fitted:
+        """The fastest for one stage. Of many stages, one starts from what was found for the stage before."""
+        offset = self._offset(problem, kept)
+        if self.many:
+            # The allocator loses about the same share of what is held.
+            offset = offset * self.budget // kept.stages[problem.stage].reserved if self.offset is None else self.offset
+        fit = partial(
+            fit_stage,
+            problem,
+            budget or self.budget,
+            partial(self._stage, problem),
+            offset=offset,
+            recompute=recompute,
+            close=CLOSE_OF_MANY if self.many else CLOSE,
+            rounds=ROUNDS_OF_MANY if self.many else ROUNDS,
+            good_enough=FASTER * self.slowest if self.many else 0.0,
+            gap=GAP_OF_MANY if self.many else GAP,
+        )
+        found: Fitted = fit(swap=swap, link_share=share)
+        if self.many and swap and recompute and self._poor(found.best):
+            found = min(found, fit(swap=False), key=_badness)
+        if found.missed is not None:
+            self.missed.append(found.missed)
+        one = found.best or found.least
+        self.slowest = max(self.slowest, one.simulated.seconds)
+        self.offset = one.simulated.reserved - one.solution.memory
+        return found
+
+    def _least_seconds(self, problem: StageProblem, found: Fitted, *, swap: bool, recompute: bool) -> float:
+        """No counts within what the simulator found too large take less time, by the model."""
+        # A budget that the model takes to be too small for anything says no more than the least that it allows.
+        most = max(found.ceiling, found.least.solution.memory)
+        if self.many:
+            return relaxed_seconds(problem, most, swap=swap, recompute=recompute) or problem.seconds
+        solution = solve_stage(problem, most, swap=swap, recompute=recompute)
+        return solution.bound if solution is not None else problem.seconds
+
+    def polished(
+        self, options: Sequence[Option], costs: Sequence[LayerCost], kept: Simulation, *, swap: bool
+    ) -> list[Option]:
+        """The fastest ways that fit, made faster with the simulator: see :mod:`lowtide.planner.polish`."""
+
+        def judge(policy: Policy) -> Judged:
+            try:
+                simulation = self.simulate(policy, limit=self.budget)
+            except LimitError:
+                return Judged(float("inf"), self.budget + 1, 0.0)
+            return Judged(simulation.seconds, simulation.reserved, simulation.stages[0].stall)
+
+        polisher = Polisher(self.trace, costs, judge, self.budget, swap=swap)
+        fitting = sorted((one for one in options if one.fits), key=lambda one: one.simulation.seconds)
+        starts = list({one.policy.digest: one.policy for one in fitting}.values())[:POLISHED]
+        for share in TIGHTER if swap else ():
+            # What fits a tighter budget fits this one, and may be the better place to start from.
+            found = self._fit(self.problems[0], kept, True, True, LINK_SHARES[0], int(share * self.budget))
+            starts += [self._policy([found.best])] if found.best is not None else []
+        cheapest = [polisher.cheapest_first(alone=alone) for alone in (False, True)]
+        # What came near to the budget fits if it also recomputes what is cheap.
+        near = sorted(self.missed, key=lambda one: one.simulated.seconds)[:POLISHED]
+        cheapest += [polisher.cheapest_first(self._policy([one])) for one in near]
+        starts += [one for one in cheapest if one is not None]
+        starts = sorted(starts, key=lambda one: polisher.seconds(one))[:STARTS]
+        evaluations = min(max(FEWEST, EVALUATIONS // self.layers), MOST)
+        tried = [polisher.polish(start, evaluations // (2 * len(starts))) for start in starts]
+        promising = sorted(tried, key=lambda one: (one[1].reserved > self.budget, one[1].seconds))[:1]
+        tried += [polisher.polish(start, evaluations // 2) for start, _ in promising]
+        fit = [(judged.seconds, policy) for policy, judged in tried if judged.reserved <= self.budget]
+        if not fit:
+            return []
+        best = min(fit, key=lambda one: one[0])[1]
+        return [self.option(POLISHED_NAME, best, HOW)] if all(best != one.policy for one in options) else []
+
+    def _poor(self, one: Try | None) -> bool:
+        """Whether a stage of many should be tried without swap."""
+        if one is None:
+            return True
+        seconds = one.simulated.seconds
+        return one.simulated.stall > STALL_OF_MANY * seconds and seconds > FASTER * self.slowest
+
+    def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
+        """The fastest option that fits, and everything around it."""
+        fitting = [one for one in options if one.fits]
+        smallest: list[Option] = []
+        if not fitting and found.least is not None:
+            smallest = [self.option("least memory", found.least)]
+            fitting = [one for one in smallest if one.fits]
+        feasible = bool(fitting)
+        ways = fitting or [*options, *smallest]
+        least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
+        chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
+        simulation = self._details(chosen)
+        written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
+        bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds
+        return Plan(
+            model=self.trace.model,
+            device=self.device.name,
+            budget=self.budget,
+            pipeline=self.pipeline,
+            policy=chosen.policy,
+            simulation=simulation,
+            bound=bound,
+            gap=simulation.seconds / bound - 1,
+            feasible=feasible,
+            least=least,
+            options=tuple(options),
+            curve=self._curve(options[0].simulation, least),
+            yaml="" if written.lost else written.text,
+            notes=self._notes(simulation, feasible, least) + _unsaid(written),
+            solve_seconds=solve_seconds,
+            operators=planned_operators(self.trace, chosen.policy),
+        )
+
+    def _details(self, chosen: Option) -> Simulation:
+        """What the plan does in full; of many stages, the one that needs most memory."""
+        if not self.many:
+            return self.simulate(chosen.policy, details=True)
+        stages = list(chosen.simulation.stages)
+        worst = max(range(len(stages)), key=lambda stage: stages[stage].reserved)
+        detailed = self.simulate(chosen.policy, stages=[worst], details=True).stages[0]
+        stages[worst] = replace(detailed, seconds=stages[worst].seconds)
+        return replace(chosen.simulation, stages=tuple(stages))
+
+    def _policy(self, tries: Sequence[Try]) -> Policy:
+        root = self.fixed.root if self.fixed is not None else None
+        return expand(self.problems, [one.solution for one in tries], self.layers, root=root)
+
+    def _stage(self, problem: StageProblem, solution: StageSolution) -> StageSimulation:
+        policy = expand([problem], [solution], self.layers)
+        return self.simulate(policy, stages=[problem.stage]).stages[0]
+
+    def _offset(self, problem: StageProblem, kept: Simulation) -> int:
+        """How much more the simulator finds than the solver's bytes where everything is kept."""
+        modelled = max(
+            case.base
+            + case.passing
+            + sum(case.in_flight[group.chunk] * len(group.layers) * group.cost.saved for group in problem.groups)
+            for case in problem.cases
+        )
+        return kept.stages[problem.stage].reserved - modelled if self.fixed is None else 0
+
+    def _step(self, seconds: Sequence[float]) -> float:
+        """The step's time, by the schedule, where each stage takes so long for a micro batch."""
+
+        def action_seconds(stage: int, action: Action) -> float:
+            problem = self.problems[stage]
+            backward = seconds[stage] - problem.forward
+            share = {"forward": problem.forward, "backward": backward, "input": backward / 2, "weight": backward / 2}
+            return share[action.kind] / self.pipeline.chunks
+
+        return replay(self.pipeline, action_seconds).seconds
+
+    def _longer(self, kept: Simulation, seconds: Sequence[float]) -> float:
+        """The same in the simulator's seconds: its step without any recompute, and what these stages take longer."""
+        base = self._step([problem.seconds for problem in self.problems])
+        return kept.seconds + max(0.0, self._step(seconds) - base)
+
+    def _curve(self, kept: Simulation, least: int) -> tuple[tuple[int, float], ...]:
+        points = []
+        points_wanted = POINTS // 2 if self.many else POINTS
+        for number in range(points_wanted):
+            budget = least + (kept.reserved - least) * number // (points_wanted - 1)
+            seconds = [
+                relaxed_seconds(problem, budget - self._offset(problem, kept), swap=self.swap, recompute=self.recompute)
+                for problem in self.problems
+            ]
+            found = [one for one in seconds if one is not None]
+            if len(found) == len(seconds):
+                points.append((budget, self._longer(kept, found)))
+        return tuple(points)
+
+    def _notes(self, simulation: Simulation, feasible: bool, least: int) -> tuple[str, ...]:
+        notes = list(self.trace.notes) + list(simulation.notes)
+        worst = max(simulation.stages, key=lambda stage: stage.reserved)
+        if not feasible:
+            largest = ", ".join(
+                f"{format_bytes(share.bytes)} {share.operator or share.what}"
+                + (f" of layer {share.layer}" if share.layer is not None else "")
+                for share in worst.shares[:4]
+            )
+            notes.insert(
+                0,
+                f"nothing fits {format_bytes(self.budget)}: the least that works is {format_bytes(least)}, short by"
+                f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
+            )
+        moment = worst.peak_at
+        after = {kernel.operator for kernel in self.trace.after.kernels}
+        if moment is not None and moment.layer is None and moment.operator in after:
+            notes.append(
+                f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
+                " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
+            )
+        notes.append(
+            "how much faster another Policy could be is the solver's bound, by its own model of bytes and seconds, for"
+            " these layers in these stages; the simulator's memory is finer than that model"
+        )
+        return tuple(dict.fromkeys(notes))
+
+
+def _unsaid(written: YamlForm) -> tuple[str, ...]:
+    if not written.lost:
+        return ()
+    more = f" and {len(written.lost) - 3} more" if len(written.lost) > 3 else ""
+    return (f"the graph form of YAML cannot say this Policy: {'; '.join(written.lost[:3])}{more}",)
+
+
+def _worse(one: Option, other: Option) -> bool:
+    return (not one.fits, one.simulation.seconds) > (not other.fits, other.simulation.seconds)
+
+
+def _badness(one: Fitted) -> tuple[bool, float]:
+    found = one.best or one.least
+    return one.best is None, found.simulated.seconds
+
+
+def _reserved(one: Try) -> int:
+    return one.simulated.reserved

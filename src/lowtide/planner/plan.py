@@ -1,0 +1,70 @@
+"""The Plan: the Policy that was found, what it is predicted to do, and how far from the best it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.planner.pipeline import Pipeline
+from lowtide.planner.simulation import Simulation
+from lowtide.policy import Decision, Policy
+
+__all__ = ["Option", "Plan", "PlannedOperator"]
+
+
+class PlannedOperator(NamedTuple):
+    """What becomes of one operator's tensors in one layer."""
+
+    name: str
+    """Its dotted path inside the layer; ``input`` for the layer's input."""
+    bytes: int
+    """What it holds for backward in one micro batch when it is kept."""
+    decision: Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run: its memory and its time."""
+
+    name: str
+    """``keep everything``, ``recompute every layer``, ``swap and recompute``."""
+    policy: Policy
+    simulation: Simulation
+    fits: bool
+    how: str = ""
+    """What to write to get it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The fastest Policy that fits a budget."""
+
+    model: str
+    device: str
+    budget: int
+    """Bytes of each device, compared with what the allocator reserves."""
+    pipeline: Pipeline
+    policy: Policy
+    simulation: Simulation
+    bound: float
+    """No Policy that fits can be faster, by the solver's model: seconds of a step."""
+    gap: float
+    """How much slower the simulated plan is than the bound, as a share of it."""
+    feasible: bool = True
+    """Whether it fits. If not, ``policy`` is the one that needs least."""
+    least: int = 0
+    """The smallest budget that some Policy fits, of those that were simulated. Where the plan does not fit, those that
+    need least were."""
+    options: tuple[Option, ...] = ()
+    """Other ways, the plan's own included: nothing, full recompute and so on."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """The fastest step for each budget: bytes reserved and seconds."""
+    yaml: str = ""
+    """The Policy in the graph form of the guides; empty where it cannot be said there."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, what was left out, and what a person should know."""
+    solve_seconds: float = 0.0
+    """How long the solver took, its import aside."""
+    operators: tuple[tuple[PlannedOperator, ...], ...] = ()
+    """For each layer, what becomes of its input and of every operator that holds something for backward; empty where
+    it was not asked for."""

@@ -1,0 +1,170 @@
+"""One imagined device: its memory and its clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeAlias
+
+from lowtide.cost.device import Device
+from lowtide.cost.kernel import kernel_seconds
+from lowtide.planner.allocator import Allocator, Block
+from lowtide.planner.lanes import Lanes
+from lowtide.planner.simulation import Moment, Span
+from lowtide.trace.trace import Part
+
+__all__ = ["Phase", "Rank", "Storage", "Timed"]
+
+Phase: TypeAlias = Literal["forward", "backward", "recompute", "optimizer"]
+
+WAITING = frozenset(
+    f"aten::{name}" for name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "equal")
+)
+"""Kernels whose result the host waits for."""
+
+
+class Storage:
+    """Memory and who holds it. See [Note: holding] in :mod:`lowtide.planner.replay`."""
+
+    __slots__ = ("block", "count", "layer", "operator", "size", "what")
+
+    def __init__(self, block: Block | None, size: int) -> None:
+        self.block, self.size = block, size
+        self.count = 1
+        self.what, self.operator = "transients", ""
+        self.layer: int | None = None
+
+    def is_saved(self, operator: str) -> None:
+        """It is more than passing: backward needs what ``operator`` made."""
+        if self.what == "transients":
+            self.what, self.operator = "activations", operator or self.operator
+
+
+class Timed(NamedTuple):
+    """A kernel's seconds, and whether the host waits for it."""
+
+    seconds: float
+    waits: bool
+    collective: bool
+
+
+_timed: dict[tuple[int, int], tuple[Part, Device, tuple[Timed, ...]]] = {}
+"""By the identity of a part and a device, which are held so that it stays theirs: many Policies are simulated."""
+
+
+class Rank:
+    """A device: its memory, its clocks, and, where details are asked for, what happened when."""
+
+    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: int | None = None) -> None:
+        self.device = device
+        self.allocator = Allocator(limit)
+        self.lanes = Lanes(device)
+        self.bytes = self.most_bytes = 0
+        """The tensors' own bytes, and the most of them."""
+        self.recompute = 0.0
+        """Seconds of repeated computation."""
+        self.where: tuple[int | None, str, int, Phase] = (None, "", 0, "forward")
+        """What is running: the layer, the operator, the micro batch, the phase."""
+        self.spans: list[Span] | None = [] if details else None
+        self.moments: list[Moment] | None = [] if details else None
+        self.live: dict[Storage, None] | None = {} if details else None
+        self.peak_at: Moment | None = None
+        self.peak_allocation = self.allocations = 0
+        self.stop_at = stop_at
+        """The allocation at which the live storages are written down."""
+        self.snapshot: list[Storage] = []
+
+    # Memory.
+
+    def make(self, size: int) -> Storage:
+        """Allocate."""
+        allocator = self.allocator
+        before = allocator.peak
+        storage = Storage(allocator.allocate(size), size)
+        self.bytes += size
+        if self.bytes > self.most_bytes:
+            self.most_bytes = self.bytes
+        if self.live is not None:
+            self._look(storage, allocator.peak > before)
+        return storage
+
+    def drop(self, storage: Storage) -> None:
+        """One holder less; with the last one the memory is free."""
+        storage.count -= 1
+        if storage.count == 0:
+            assert storage.block is not None
+            self.allocator.release(storage.block)
+            self.bytes -= storage.size
+            storage.block = None
+            if self.live is not None:
+                del self.live[storage]
+                self._sample()
+
+    def _look(self, storage: Storage, highest: bool) -> None:
+        assert self.live is not None
+        storage.layer, storage.operator = self.where[0], self.where[1]
+        self.live[storage] = None
+        self.allocations += 1
+        moment = self._sample()
+        if highest:
+            self.peak_at, self.peak_allocation = moment, self.allocations
+        if self.allocations == self.stop_at:
+            self.snapshot = [_copy(one) for one in self.live]
+
+    def _sample(self) -> Moment:
+        assert self.moments is not None
+        now = max(self.lanes.computation, self.lanes.host)
+        moment = Moment(now, self.allocator.allocated, self.where[0], self.where[1])
+        self.moments.append(moment)
+        return moment
+
+    def drop_all(self, storages: Iterable[Storage]) -> None:
+        """One holder less of each."""
+        for storage in list(storages):
+            self.drop(storage)
+
+    # Time.
+
+    def timed(self, part: Part) -> tuple[Timed, ...]:
+        """The seconds of a part's kernels."""
+        key = (id(part), id(self.device))
+        known = _timed.get(key)
+        if known is None:
+            if len(_timed) > 1024:
+                _timed.clear()
+            found = tuple(
+                Timed(kernel_seconds(self.device, one), one.kind in WAITING, one.ranks > 0) for one in part.kernels
+            )
+            known = _timed[key] = (part, self.device, found)
+        return known[2]
+
+    def run(self, kernel: Timed) -> None:
+        """Issue a kernel."""
+        start = self.lanes.run(kernel.seconds)
+        if kernel.waits:
+            self.lanes.synchronize()
+        if self.spans is not None:
+            layer, operator, micro_batch, phase = self.where
+            kind: Literal["forward", "backward", "recompute", "optimizer", "collective"]
+            kind = "collective" if kernel.collective else phase
+            self.spans.append(Span("compute", start, kernel.seconds, kind, layer, operator, micro_batch))
+
+    def run_again(self, kernel: Timed) -> None:
+        """Issue a kernel that repeats what forward did."""
+        layer, operator, micro_batch, phase = self.where
+        self.where = (layer, operator, micro_batch, "recompute")
+        self.run(kernel)
+        self.recompute += kernel.seconds
+        self.where = (layer, operator, micro_batch, phase)
+
+    def wait(self, until: float, layer: int | None, operator: str, micro_batch: int) -> None:
+        """The computation waits for a copy of what ``operator`` made."""
+        begin = max(self.lanes.computation, self.lanes.host)
+        waited = self.lanes.wait(until)
+        if waited > 0 and self.spans is not None:
+            self.spans.append(Span("compute", begin, waited, "stall", layer, operator, micro_batch))
+
+
+def _copy(storage: Storage) -> Storage:
+    copy = Storage(None, storage.size)
+    copy.what, copy.layer, copy.operator, copy.count = storage.what, storage.layer, storage.operator, storage.count
+    return copy

@@ -1,0 +1,184 @@
+"""Rebuild what was not kept: repeat captured calls, and calls whose nodes have saved all that they were given.
+
+See [Note: rebuilding] in :mod:`lowtide.runtime.rebuild`, which does the same with tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lowtide.planner.instance import Instance, RepeatedCall, RunningCall
+from lowtide.planner.program import FREE, MAKE, RUN, SAVE, Code
+from lowtide.planner.rank import Rank, Storage
+from lowtide.planner.swapping import Swapping
+
+__all__ = ["Rebuilding"]
+
+
+class Rebuilding:
+    """The calls that are repeated on one device."""
+
+    def __init__(self, rank: Rank, swapping: Swapping) -> None:
+        self.rank, self.swapping = rank, swapping
+
+    def refer(self, instance: Instance, number: int) -> None:
+        """A reference is saved in place of a tensor."""
+        action = instance.program.actions[number]
+        if action.how == "node":
+            repeated = instance.repeated.get(action.call)
+            if repeated is None:
+                repeated = instance.repeated[action.call] = RepeatedCall()
+                for operand in action.operands:
+                    self._want(instance, operand)
+            repeated.pending += 1
+        elif action.how in ("output", "inside", "cast"):
+            call = instance.calls[action.call]
+            call.pending += 1
+            call.references += 1
+
+    def _want(self, instance: Instance, number: int) -> None:
+        """One more will ask for what stands in place of a saved tensor."""
+        action = instance.program.actions[number]
+        if action.how == "node":
+            instance.repeated[action.call].pending += 1
+        elif action.how in ("output", "inside", "cast"):
+            instance.calls[action.call].pending += 1
+
+    def capture(self, instance: Instance, number: int) -> None:
+        captured = instance.program.captured[number]
+        call = instance.calls[number] = RunningCall()
+        for other, value in captured.arguments:
+            storage = instance.slots.get(value)
+            if other >= 0:
+                instance.calls[other].pending += 1
+                instance.calls[other].references += 1
+            elif storage is not None:
+                storage.count += 1
+                storage.is_saved(storage.operator)
+                call.held[value] = storage
+
+    def end_capture(self, instance: Instance) -> None:
+        """The layer has run: arguments that were swapped come back from there, and calls that nothing wants go."""
+        for call in instance.calls.values():
+            for value in [value for value in call.held if value in instance.departed]:
+                swapped = call.swapped[value] = instance.departed[value]
+                swapped.references += 1
+                self.rank.drop(call.held.pop(value))
+        for number in list(instance.calls):
+            self.leave(instance, number)
+
+    def rebuild(self, instance: Instance, number: int) -> Storage | None:
+        """What was saved, made again if it is not there; held once more, for whoever asked."""
+        action = instance.program.actions[number]
+        if action.how == "node":
+            return self._repeat_node(instance, number)
+        if action.how not in ("output", "inside", "cast"):
+            return None
+        results = self._results(instance, action.call)
+        storage = results.get(action.source if action.how == "cast" else action.value)
+        if action.how == "cast":
+            storage = self.rank.make(instance.program.part.values[action.value].size)
+            if action.kernel >= 0:
+                self.rank.run_again(self.rank.timed(instance.program.part)[action.kernel])
+        elif storage is not None:
+            storage.count += 1
+        self._release(instance, action.call)
+        return storage
+
+    def _results(self, instance: Instance, number: int) -> Mapping[int, Storage]:
+        """What a captured call made, repeated if it is not there."""
+        call, captured = instance.calls[number], instance.program.captured[number]
+        if call.results is None:
+            given = []
+            for other, value in captured.arguments:
+                if value in call.swapped:
+                    self.swapping.use(call.swapped[value])
+                elif other >= 0:
+                    storage = self._results(instance, other).get(value)
+                    if storage is not None:
+                        storage.count += 1
+                        given.append(storage)
+                    self._release(instance, other)
+            call.results = self._play_body(instance, captured.body, captured.wanted)
+            for storage in given:
+                self.rank.drop(storage)
+        return call.results
+
+    def _release(self, instance: Instance, number: int) -> None:
+        """One reference was used; with the last one the results go."""
+        call = instance.calls[number]
+        call.pending -= 1
+        if call.pending <= 0 and call.results is not None:
+            self.rank.drop_all(call.results.values())
+            call.results = None
+
+    def leave(self, instance: Instance, number: int) -> None:
+        """One holder of a call less; with the last one its arguments go."""
+        call = instance.calls[number]
+        call.references -= 1
+        if call.references:
+            return
+        self.rank.drop_all([*call.held.values(), *(call.results or {}).values()])
+        for swapped in call.swapped.values():
+            self.swapping.leave(swapped)
+        call.held, call.swapped, call.results = {}, {}, None
+        for other, _ in instance.program.captured[number].arguments:
+            if other >= 0:
+                self.leave(instance, other)
+
+    def _repeat_node(self, instance: Instance, number: int) -> Storage | None:
+        action = instance.program.actions[number]
+        repeated = instance.repeated[action.call]
+        repeated.pending -= 1
+        result = repeated.result
+        if result is None:
+            given = []
+            for operand in action.operands:
+                if operand in instance.starts:
+                    self.swapping.start(instance.starts[operand])
+                swapped = instance.packs.get(operand)
+                if swapped is not None:
+                    self.swapping.use(swapped)
+                storage = self.rebuild(instance, operand)
+                if storage is not None:
+                    given.append(storage)
+            made = self._play_body(instance, instance.program.nodes[action.call], {action.value})
+            result = made.get(action.value)
+            self.rank.drop_all(given)
+            if result is not None and repeated.pending > 0:
+                result.count += 1
+                repeated.result = result
+        elif repeated.pending > 0:
+            result.count += 1
+        else:
+            repeated.result = None
+        return result
+
+    def _play_body(self, instance: Instance, body: Sequence[Code], wanted: Iterable[int]) -> dict[int, Storage]:
+        """Repeat a call. What it saves on its way lives until it has ended."""
+        part = instance.program.part
+        values, timed = part.values, self.rank.timed(part)
+        made: dict[int, Storage] = {}
+        held: list[Storage] = []
+        freed: set[int] = set()
+        for code, number in body:
+            if code == MAKE:
+                if values[number].size:
+                    made[number] = self.rank.make(values[number].size)
+                    freed.discard(number)
+            elif code == RUN:
+                self.rank.run_again(timed[number])
+            elif code == FREE:
+                if number in made and number not in freed:
+                    freed.add(number)
+                    self.rank.drop(made[number])
+            elif code == SAVE:
+                storage = made.get(part.packs[number].value)
+                if storage is not None:
+                    storage.count += 1
+                    held.append(storage)
+        results = {number: made[number] for number in wanted if number in made and made[number].block is not None}
+        for storage in results.values():
+            storage.count += 1
+        self.rank.drop_all([*(storage for number, storage in made.items() if number not in freed), *held])
+        return results

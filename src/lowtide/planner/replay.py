@@ -1,0 +1,326 @@
+"""Replay parts on an imagined device: what they allocate, compute, move and rebuild, in the order the runtime does it.
+
+[Note: holding]
+A storage is held by the program until its ``free`` event, and by everything that stands for it in autograd's graph: a
+pack that keeps it, a copy out that is not let go, a captured call that was given it. It is released with the last of
+these. So each is one count, and nothing else decides when memory is free.
+
+What a repeated call gives is other memory than what the call gave in forward. It is held by the call until nothing
+outstanding wants it, and by the node that asked for it until that node is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+from lowtide.cost.device import Device
+from lowtide.cost.kernel import kernel_seconds
+from lowtide.planner.instance import Instance
+from lowtide.planner.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, USE, Code, Program
+from lowtide.planner.rank import Rank, Storage, Timed
+from lowtide.planner.rebuild import Rebuilding
+from lowtide.planner.swapping import Swapping
+from lowtide.policy import Swap
+from lowtide.trace.trace import Kernel, Part
+
+__all__ = ["Player"]
+
+
+class Player:
+    """Runs parts on one device."""
+
+    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: int | None = None) -> None:
+        self.rank = Rank(device, details=details, stop_at=stop_at, limit=limit)
+        self.swapping = Swapping(self.rank)
+        self.rebuilding = Rebuilding(self.rank, self.swapping)
+        self.gradients: dict[tuple[int | None, str, int], Storage] = {}
+        self._adding: dict[int, float] = {}
+
+    # Forward.
+
+    def forward(
+        self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
+    ) -> Storage | None:
+        """Run a part; what it gives to the next."""
+        program, schedule = instance.program, self.swapping.schedule
+        part, slots = program.part, instance.slots
+        self._take(slots, part.taken, taken)
+        if part.input is not None and given is not None:
+            slots[part.input] = given
+            given.what, given.operator = "boundaries", "input"
+        decided = not program.idle and not program.whole
+        swapped_input = program.whole and isinstance(program.boundary, Swap)
+        if decided or swapped_input or instance.passes:
+            instance.first = schedule.enter(instance.offset)
+        if program.whole:
+            self._hold_input(instance, given)
+        self._play_forward(instance)
+        if program.captured:
+            self.rebuilding.end_capture(instance)
+        if decided or swapped_input or instance.passes:
+            instance.due = schedule.end(instance.first + program.operators, instance.last)
+        instance.handed = [slots.pop(number, None) for number in part.handed]
+        if part.output is None:
+            return None
+        output = slots.pop(part.output, None)
+        if output is not None and part.values[part.output].until:  # somebody else holds it for longer
+            output.count += 1
+            slots[part.output] = output
+        return output
+
+    def _take(self, slots: dict[int, Storage], numbers: Sequence[int], taken: Sequence[Storage | None]) -> None:
+        """What the part before handed on; what this one knows nothing of goes."""
+        for place, storage in enumerate(taken):
+            if storage is not None and place < len(numbers):
+                slots[numbers[place]] = storage
+            elif storage is not None:
+                self.rank.drop(storage)
+
+    def _play_forward(self, instance: Instance) -> None:
+        program = instance.program
+        part, slots = program.part, instance.slots
+        values, timed = part.values, self.rank.timed(part)
+        self.rank.where = (instance.layer, "", instance.micro_batch, "forward")
+        for (code, number), name in zip(program.forward, self._names(program, "forward"), strict=False):
+            if name:
+                self.rank.where = (instance.layer, name, instance.micro_batch, "forward")
+            if code == MAKE:
+                slots[number] = storage = self.rank.make(values[number].size)
+                if number == instance.keeps:
+                    storage.count += 1
+                    instance.kept = storage
+            elif code == RUN:
+                self.rank.run(timed[number])
+            elif code == FREE:
+                freed = slots.pop(number, None)
+                if freed is not None:
+                    self.rank.drop(freed)
+            elif code == SAVE:
+                self._save(instance, number)
+            elif code == CALL:
+                self.rebuilding.capture(instance, number)
+            elif code == LET:
+                self.rank.drop_all(instance.lets_go)
+                instance.lets_go = []
+            elif code == DONE:  # its graph led nowhere
+                self._done(instance, number)
+
+    def _save(self, instance: Instance, number: int) -> None:
+        """Autograd saves a tensor."""
+        program, schedule = instance.program, self.swapping.schedule
+        action, place = program.actions[number], instance.first + program.actions[number].position
+        storage = instance.slots.get(action.value)
+        if action.how == "keep":
+            if storage is not None:
+                storage.count += 1
+                storage.is_saved(program.part.packs[number].owner)
+                instance.held[number] = storage
+        elif action.how == "swap":
+            assert action.swap is not None
+            self._send(instance, number, storage, place + action.swap.prefetch)
+        elif action.how != "nothing":
+            self.rebuilding.refer(instance, number)
+        if action.notices and schedule.next <= place:
+            due = schedule.reach(place)
+            if due:
+                instance.starts[number] = due
+
+    def _send(self, instance: Instance, number: int, storage: Storage | None, due: int) -> None:
+        """A saved tensor is swapped: its storage leaves once, however often it is saved."""
+        action, schedule = instance.program.actions[number], self.swapping.schedule
+        swapped = instance.departed.get(action.value)
+        if swapped is not None:
+            swapped.references += 1
+        elif storage is not None:
+            owner = instance.program.part.packs[number].owner or "input"
+            swapped = self.swapping.send(storage, (instance.layer, owner, instance.micro_batch))
+            instance.departed[action.value] = swapped
+            schedule.leave(swapped, due)
+        else:
+            return
+        instance.packs[number] = swapped
+        if action.last:
+            schedule.come_back(swapped, due)
+
+    # Backward.
+
+    def backward(
+        self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
+    ) -> Storage | None:
+        """Run a part's backward; the gradient that it gives to the next."""
+        program = instance.program
+        part = program.part
+        values, timed = part.values, self.rank.timed(part)
+        slots: dict[int, Storage] = {}
+        self._take(slots, part.taken_back, taken)
+        sums: frozenset[int] = frozenset()
+        if part.output_gradient is not None and given is not None:
+            slots[part.output_gradient] = given
+            if given.count > 1:  # autograd adds in place only to what nobody else has
+                sums = program.sums
+        self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
+        self.swapping.start(instance.due)
+        for (code, number), name in zip(program.backward, self._names(program, "backward"), strict=False):
+            if name:
+                self.rank.where = (instance.layer, name, instance.micro_batch, "backward")
+            if code == MAKE:
+                slots[number] = self.rank.make(values[number].size)
+            elif code == RUN:
+                if number in sums:
+                    sums = frozenset()
+                    self._add_apart(slots, number, part)
+                self.rank.run(timed[number])
+            elif code == FREE:
+                storage = slots.pop(number, None)
+                if storage is not None:
+                    self.rank.drop(storage)
+            elif code == USE:
+                self._use(instance, number)
+            elif code == DONE:
+                self._done(instance, number)
+            elif code == ADD:
+                self._add(instance, number, slots)
+        instance.handed = [slots.pop(number, None) for number in part.handed_back]
+        result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
+        for number, storage in slots.items():
+            if values[number].until:  # a later part frees it: whole gradients and parameters that ranks share
+                instance.left.append(storage)
+            else:
+                self.rank.drop(storage)
+        return result
+
+    def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
+        """A sum that would have been made in place gets memory of its own."""
+        for number in part.kernels[kernel].writes:
+            before = slots.get(number)
+            slots[number] = self.rank.make(part.values[number].size)
+            if before is not None:
+                self.rank.drop(before)
+
+    def _add(self, instance: Instance, number: int, slots: dict[int, Storage]) -> None:
+        """A parameter's gradient meets the one that is there."""
+        storage = slots.pop(number, None)
+        if storage is None:
+            return
+        key = (instance.layer, instance.program.part.name, number)
+        if key not in self.gradients:
+            storage.what = "gradients"
+            self.gradients[key] = storage
+            return
+        size = storage.size
+        if size not in self._adding:
+            self._adding[size] = kernel_seconds(self.rank.device, Kernel("aten::add_", touched=3 * size))
+        self.rank.run(Timed(self._adding[size], False, False))
+        self.rank.drop(storage)
+
+    def _use(self, instance: Instance, number: int) -> None:
+        if number in instance.starts:
+            self.swapping.start(instance.starts[number])
+        action = instance.program.actions[number]
+        if instance.program.whole:
+            if not instance.rebuilt:
+                instance.rebuilt = True
+                self._repeat_all(instance)
+        elif action.how == "swap":
+            swapped = instance.packs.get(number)
+            if swapped is not None:
+                self.swapping.use(swapped)
+        elif action.how != "keep" and action.how != "nothing":
+            storage = self.rebuilding.rebuild(instance, number)
+            if storage is not None:
+                instance.used[number] = storage
+
+    def _done(self, instance: Instance, number: int) -> None:
+        action = instance.program.actions[number]
+        storage = instance.held.pop(number, None) or instance.used.pop(number, None)
+        if storage is not None:
+            self.rank.drop(storage)
+        if instance.program.whole:
+            instance.outstanding -= 1
+            if not instance.outstanding:
+                self._leave_input(instance)
+        elif action.how == "swap":
+            swapped = instance.packs.pop(number, None)
+            if swapped is not None:
+                self.swapping.leave(swapped)
+        elif action.how in ("output", "inside", "cast"):
+            self.rebuilding.leave(instance, action.call)
+
+    # Whole layers.
+
+    def _hold_input(self, instance: Instance, given: Storage | None) -> None:
+        """What a checkpoint holds: the layer's input, or, if that is swapped, its copy on the host."""
+        boundary = instance.program.boundary
+        if given is None:
+            return
+        if isinstance(boundary, Swap):
+            label = (instance.layer, "input", instance.micro_batch)
+            swapped = instance.input_swapped = self.swapping.send(given, label)
+            self.swapping.schedule.leave(swapped, instance.first + boundary.prefetch)
+            last = instance.first + instance.program.operators - 1
+            self.swapping.schedule.come_back(swapped, last + boundary.prefetch)
+        else:
+            given.count += 1
+            instance.input = given
+
+    def _repeat_all(self, instance: Instance) -> None:
+        """A checkpoint repeats the layer until its last tensor has been saved, and lets go of the rest."""
+        program = instance.program
+        part, values, timed = program.part, program.part.values, self.rank.timed(program.part)
+        slots: dict[int, Storage] = {}
+        given = instance.input
+        if instance.input_swapped is not None:
+            given = self.swapping.use(instance.input_swapped)
+        if given is not None and part.input is not None:
+            given.count += 1
+            slots[part.input] = given
+        where = self.rank.where
+        for (code, number), name in zip(program.again, self._names(program, "again"), strict=False):
+            if name:
+                self.rank.where = (instance.layer, name, instance.micro_batch, "recompute")
+            if code == MAKE:
+                slots[number] = self.rank.make(values[number].size)
+            elif code == RUN:
+                self.rank.run_again(timed[number])
+            elif code == FREE:
+                storage = slots.pop(number, None)
+                if storage is not None:
+                    self.rank.drop(storage)
+            elif code == SAVE:
+                storage = slots.get(part.packs[number].value)
+                if storage is not None:
+                    storage.count += 1
+                    instance.held[number] = storage
+                    storage.is_saved(part.packs[number].owner)
+        self.rank.drop_all(slots.values())
+        self.rank.where = where
+
+    def _leave_input(self, instance: Instance) -> None:
+        if instance.input is not None:
+            self.rank.drop(instance.input)
+            instance.input = None
+        if instance.input_swapped is not None:
+            self.swapping.leave(instance.input_swapped)
+            instance.input_swapped = None
+
+    # The optimizer.
+
+    def optimize(self, part: Part, codes: Sequence[Code]) -> None:
+        """The optimizer's step."""
+        slots: dict[int, Storage] = {}
+        values, timed = part.values, self.rank.timed(part)
+        self.rank.where = (None, "optimizer", 0, "optimizer")
+        for code, number in codes:
+            if code == MAKE:
+                slots[number] = self.rank.make(values[number].size)
+            elif code == RUN:
+                self.rank.run(timed[number])
+            elif code == FREE:
+                storage = slots.pop(number, None)
+                if storage is not None:
+                    self.rank.drop(storage)
+        self.rank.drop_all(slots.values())
+
+    def _names(self, program: Program, stream: str) -> Iterable[str]:
+        return program.named[stream] if self.rank.live is not None else repeat("")

@@ -1,0 +1,268 @@
+"""Simulate a step: the memory and the time of a Policy, from a Trace and a Device, without either.
+
+Each pipeline stage is replayed alone, event by event, which gives its memory and the seconds of each of its actions.
+The step's time follows from the actions of all stages and what they wait for.
+
+What is assumed: parameters have no gradient when the step begins, as after ``zero_grad``; a stage's buffers for what it
+receives are allocated once for all micro batches, as torch's pipelining does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from lowtide.cost.device import Device
+from lowtide.errors import PlanError
+from lowtide.planner.pipeline import Pipeline
+from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, actions, replay
+from lowtide.planner.simulation import Simulation, StageSimulation
+from lowtide.planner.stage import Decided, Stage, boundary_bytes
+from lowtide.policy import (
+    Catalogue,
+    Decision,
+    Keep,
+    LayerPolicy,
+    Policy,
+    Recompute,
+    Resolution,
+    ResolvedLayer,
+    resolve,
+)
+from lowtide.policy.collectives import joined, with_collectives
+from lowtide.trace.trace import Part, Trace
+
+__all__ = ["Known", "Played", "shortened", "simulate"]
+
+Known: TypeAlias = "dict[object, Played]"
+"""Stages that were replayed, by what they depend on."""
+
+
+def simulate(
+    trace: Trace,
+    policy: Policy | Resolution,
+    device: Device,
+    pipeline: Pipeline | None = None,
+    *,
+    details: bool = False,
+    optimizer: bool = True,
+    stages: Sequence[int] | None = None,
+    known: Known | None = None,
+    limit: int | None = None,
+) -> Simulation:
+    """What a step of ``policy`` does on ``device``: memory and time.
+
+    ``details`` also says how memory goes over time, what each lane does and what the peak is made of. ``optimizer``
+    includes the optimizer's step. ``stages`` are the pipeline stages to look at; all, if it is left out. The step's
+    time then is that of these stages alone. ``known`` keeps what was replayed, for other calls with the same Trace,
+    device and pipeline: a stage whose layers are decided alike is not replayed again. ``limit`` is what a device has:
+    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, for whoever only asks
+    whether it fits.
+    """
+    pipeline = pipeline or Pipeline()
+    if not pipeline.placement:
+        pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
+    layers = _layers(trace, policy, pipeline)
+    wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
+    make = partial(Stage, trace, layers, device, pipeline, limit=limit)
+    short = shortened(pipeline)
+    transfer = _transfer_seconds(trace, device, pipeline)
+    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+        together = {stage: make(stage, details=details) for stage in wanted}
+        step = _together(together, pipeline, transfer)
+        played = {number: _finished(stage, optimizer=optimizer) for number, stage in together.items()}
+    else:
+        played = {}
+        for number in wanted:
+            key, found = None, None
+            if known is not None and isinstance(policy, Policy) and not details:
+                key = (number, optimizer, _of_stage(policy, pipeline, number))
+                found = known.get(key)
+            if found is None:
+                stage = make(number, details=details)
+                _act(stage, short)
+                found = _finished(stage, optimizer=optimizer)
+                if known is not None and key is not None:
+                    known[key] = found
+            played[number] = found
+        seconds = {number: _Seconds(one) for number, one in played.items()}
+        if stages is not None:
+            step = _alone(seconds, pipeline)
+        else:
+            step = replay(pipeline, lambda stage, action: seconds[stage].of(action), transfer)
+    results = []
+    for number, one in played.items():
+        result = one.result
+        if details:  # once more, to see what is there at the peak
+            again = make(number, details=True, stop_at=one.peak_allocation)
+            _act(again, short)
+            again.finish(optimizer=optimizer)
+            result = replace(result, shares=again.shares())
+        result = _whole_step(result, one.optimizer_seconds, pipeline.micro_batches / short.micro_batches)
+        results.append(replace(result, seconds=step.ends[number] + one.optimizer_seconds))
+    slowest = max(result.seconds for result in results)
+    return Simulation(seconds=slowest, stages=tuple(results), bubble=step.bubble, notes=_notes(policy, pipeline))
+
+
+def _act(stage: Stage, pipeline: Pipeline) -> None:
+    for action in actions(pipeline)[stage.number]:
+        stage.act(action)
+
+
+class Played(NamedTuple):
+    """A stage that was replayed."""
+
+    seconds: Mapping[Action, float]
+    """What each action took."""
+    weight_share: float
+    """The share of a backward that computes parameters' gradients."""
+    optimizer_seconds: float
+    peak_allocation: int
+    """Which allocation was at the peak."""
+    result: StageSimulation
+
+
+def _finished(stage: Stage, *, optimizer: bool) -> Played:
+    result = stage.finish(optimizer=optimizer)
+    return Played(stage.seconds, stage.weight_share, stage.optimizer_seconds, stage.rank.peak_allocation, result)
+
+
+def _of_stage(policy: Policy, pipeline: Pipeline, stage: int) -> Policy:
+    """All of a Policy that a stage's replay depends on."""
+    own = tuple(policy.layers[layer] for chunk in pipeline.placement[stage] for layer in chunk)
+    return replace(policy, layers=own, root=LayerPolicy())
+
+
+def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:
+    """The times of some stages, as if they waited for nobody."""
+    ends = [
+        sum(map(seconds[stage].of, one)) if stage in seconds else 0.0 for stage, one in enumerate(actions(pipeline))
+    ]
+    return Replay(max(ends), tuple(ends), 0.0)
+
+
+def _together(stages: Mapping[int, Stage], pipeline: Pipeline, transfer: float) -> Replay:
+    """Replay all stages side by side, each action when what it waits for is there.
+
+    So a copy goes on while its stage waits for another.
+    """
+
+    def seconds(number: int, action: Action) -> float:
+        stage = stages[number]
+        before = stage.now
+        stage.act(action)
+        return stage.now - before
+
+    return replay(pipeline, seconds, transfer, begin=lambda number, start: stages[number].wait(start))
+
+
+class _Seconds:
+    """The seconds of a stage's actions, those that were left out included: they are as the ones before them."""
+
+    def __init__(self, stage: Played) -> None:
+        self.stage = stage
+        self.usual = {(action.kind, action.chunk): seconds for action, seconds in stage.seconds.items()}
+
+    def of(self, action: Action) -> float:
+        """The seconds of an action."""
+        kind: ActionKind = "backward" if action.kind in ("input", "weight") else action.kind
+        whole = self.stage.seconds.get(action._replace(kind=kind), self.usual[kind, action.chunk])
+        share = self.stage.weight_share
+        return whole * {"input": 1 - share, "weight": share}.get(action.kind, 1.0)
+
+
+def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> list[Decided]:
+    """What is decided for each layer. A Policy is applied to each chunk alone, as a model of its own."""
+    if len(policy.layers) != len(trace.layers):
+        raise PlanError(f"the policy decides {len(policy.layers)} layers and the trace has {len(trace.layers)}")
+    found: dict[int, Decided] = {}
+    for own in (chunk for stage in pipeline.placement for chunk in stage):
+        if isinstance(policy, Policy):
+            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own), root=LayerPolicy())
+            catalogue = Catalogue(tuple(trace.parts[trace.layers[layer]].catalogue for layer in own))
+            resolved = resolve(part, catalogue, require_match=False).layers
+            whole = [one.recomputed_as_a_whole for one in part.layers]
+        else:
+            resolved = tuple(policy.layers[layer] for layer in own)
+            whole = [
+                bool(one.decisions) and all(isinstance(each, Recompute) for each in one.decisions.values())
+                for one in resolved
+            ]
+        for layer, one, all_of_it in zip(own, resolved, whole, strict=True):
+            found[layer] = (_decisions(trace.parts[trace.layers[layer]], one), one.boundary, all_of_it)
+    if len(found) != len(trace.layers):
+        raise PlanError(f"the pipeline places {len(found)} layers and the trace has {len(trace.layers)}")
+    return [found[layer] for layer in range(len(found))]
+
+
+def _decisions(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
+    """A layer's decisions, with those for its collectives."""
+    if not resolved.repeated_collectives and not resolved.kept_collectives:
+        return resolved.decisions
+    communicating = {kernel.operator for kernel in part.kernels if kernel.ranks}
+    changed, _ = with_collectives(
+        resolved,
+        joined((call.operator, call.reads) for call in part.calls if call.operator in communicating),
+        joined((call.operator, call.reads) for call in part.calls if _is_cat(call.operator)),
+    )
+    return changed
+
+
+def _is_cat(operator: str) -> bool:
+    """Whether an operator, such as ``mlp.cat_1``, puts what others gave in order."""
+    return operator.rpartition(".")[2].partition("_")[0] == "cat"
+
+
+def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
+    notes = []
+    root = policy.root
+    decided = root != LayerPolicy() if isinstance(policy, Policy) else any(
+        not isinstance(one, Keep) for one in policy.root.decisions.values()
+    )  # fmt: skip
+    if decided:
+        notes.append("decisions for what is outside the layers are not simulated: it counts as kept")
+    if isinstance(policy, Policy):
+        usual = Policy(())
+        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
+            if getattr(policy, name) != getattr(usual, name):
+                notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
+    if pipeline.schedule in HALVES:
+        notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
+    return tuple(notes)
+
+
+def shortened(pipeline: Pipeline) -> Pipeline:
+    """The same pipeline with fewer micro batches, where more of them hold no more memory at one time."""
+    stages, micro_batches = pipeline.stages, pipeline.micro_batches
+    group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
+    enough = {
+        "1f1b": stages + 2,
+        "interleaved": 3 * group,
+        "zero_bubble": 3 * group if pipeline.chunks > 1 else 2 * stages + 2,
+        "zero_bubble_v": 4 * stages,
+        "dualpipe_v": 4 * stages,
+    }.get(pipeline.schedule, micro_batches)
+    return pipeline if enough >= micro_batches else replace(pipeline, micro_batches=enough)
+
+
+def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:
+    """A stage's sums for all micro batches of the step, where it was replayed with fewer."""
+    if more == 1:
+        return result
+    return replace(
+        result,
+        busy=(result.busy - optimizer) * more + optimizer,
+        stall=result.stall * more,
+        recompute=result.recompute * more,
+        moved=round(result.moved * more),
+    )
+
+
+def _transfer_seconds(trace: Trace, device: Device, pipeline: Pipeline) -> float:
+    """How long a boundary takes from one stage to the next, whose device may be on another node."""
+    size = max((boundary_bytes(trace.parts[place], "input") for place in trace.layers), default=0)
+    inside = trace.layout.get("tp", 1) * trace.layout.get("dp", 1) * pipeline.stages <= device.devices_per_node
+    rate = device.interconnect if inside else device.network
+    return device.collective_latency + size / (rate * device.efficiency.get("collective", 1.0))

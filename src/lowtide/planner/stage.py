@@ -1,0 +1,368 @@
+"""One pipeline stage: its chunks, what they receive and send, and its actions replayed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lowtide.cost.device import Device
+from lowtide.planner.casts import cast_weights, without_casts
+from lowtide.planner.instance import Instance
+from lowtide.planner.pipeline import Pipeline
+from lowtide.planner.program import Program, codes_of, compile_part
+from lowtide.planner.rank import Rank, Storage
+from lowtide.planner.replay import Player
+from lowtide.planner.schedule import HALVES, Action, position
+from lowtide.planner.simulation import Share, StageSimulation
+from lowtide.policy import Decision, Keep, Swap
+from lowtide.trace.trace import Part, Static, Trace, Value
+
+__all__ = ["Decided", "Stage", "boundary_bytes"]
+
+Decided: TypeAlias = tuple[Mapping[str, Decision], Keep | Swap, bool]
+"""What becomes of a layer's operators, of its input, and whether it is recomputed as a whole."""
+
+
+class Stage:
+    """A stage's device and what runs on it."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        layers: Sequence[Decided],
+        device: Device,
+        pipeline: Pipeline,
+        number: int,
+        *,
+        details: bool = False,
+        stop_at: int = -1,
+        limit: int | None = None,
+    ) -> None:
+        self.trace, self.number = trace, number
+        self.chunks = [_chunk(trace, layers, pipeline, number, chunk) for chunk in range(pipeline.chunks)]
+        self.player = Player(device, details=details, stop_at=stop_at, limit=limit)
+        self.rank = self.player.rank
+        steps = [step for chunk in self.chunks for step in chunk]
+        self.static = [step.program.part.static for step in steps]
+        for what in ("parameters", "buffers", "optimizer"):
+            for step in steps:
+                _allocate(self.rank, getattr(step.program.part.static, what), what, step.layer)
+        if all(position(pipeline, number, chunk) for chunk in range(pipeline.chunks)):
+            # Every stage has the tables of positions, not only the one that has the embedding.
+            _allocate(self.rank, trace.before.static.buffers, "buffers", None)
+        around = [step for step in steps if step.layer is None]
+        for step in steps:
+            # Where ranks share parameters, those around the layers have their gradients in one storage.
+            if not any(value.gradient for one in (around if step in around else [step]) for value in one.values):
+                _allocate(self.rank, step.program.part.static.gradients, "gradients", step.layer)
+        self.casts = _cast(self.rank, steps) if _is_split(pipeline) else []
+        self.ends = [_Ends(self.rank, chunk, pipeline, number, place) for place, chunk in enumerate(self.chunks)]
+        self.running: dict[tuple[int, int], _Running] = {}
+        self.most = 0
+        self.seconds: dict[Action, float] = {}
+        """What each action took; a backward in two halves counts as one, at its second half."""
+        self.weight_share = _weight_share(self.rank, steps) if pipeline.schedule in HALVES else 0.0
+        """The share of a backward that computes parameters' gradients, where it has two halves."""
+        self.optimizer_seconds = 0.0
+
+    @property
+    def now(self) -> float:
+        """When everything so far has been done."""
+        return max(self.rank.lanes.computation, self.rank.lanes.host)
+
+    def wait(self, until: float) -> None:
+        """What follows comes after something of another stage."""
+        self.rank.lanes.computation = max(self.rank.lanes.computation, until)
+
+    def act(self, action: Action) -> None:
+        """Replay an action. Of a backward in two halves all is replayed with the second."""
+        before, key = self.now, (action.chunk, action.micro_batch)
+        if action.kind == "forward":
+            chunk, ends = self.chunks[action.chunk], self.ends[action.chunk]
+            self.running[key] = _forward(self.player, chunk, ends, action.micro_batch)
+            self.most = max(self.most, len(self.running))
+            self.seconds[action] = self.now - before
+        elif action.kind in ("backward", "weight"):
+            _backward(self.player, self.running.pop(key), self.ends[action.chunk])
+            self.seconds[action._replace(kind="backward")] = self.now - before
+
+    def finish(self, *, optimizer: bool) -> StageSimulation:
+        """The actions are over."""
+        for end in self.ends:
+            end.close()
+        for storage in self.casts:
+            self.rank.drop(storage)
+        before = self.now
+        if optimizer:
+            _optimize(self.player, self.trace, self.static)
+        self.optimizer_seconds = self.now - before
+        rank, swapping = self.rank, self.player.swapping
+        return StageSimulation(
+            stage=self.number,
+            peak=rank.allocator.peak,
+            reserved=rank.allocator.reserved,
+            requested=rank.most_bytes,
+            static=sum(one.total for one in self.static),
+            seconds=self.now,
+            busy=rank.lanes.busy,
+            stall=rank.lanes.stall,
+            recompute=rank.recompute,
+            moved=swapping.moved,
+            host_peak=swapping.host_peak,
+            in_flight=self.most,
+            peak_at=rank.peak_at,
+            memory=tuple(rank.moments or ()),
+            spans=tuple(rank.spans or ()),
+        )
+
+    def shares(self) -> tuple[Share, ...]:
+        """What was there at the allocation that it was to stop at, the largest first."""
+        found: dict[tuple[str, int | None, str], int] = {}
+        for storage in self.rank.snapshot:
+            key = (storage.what, storage.layer, storage.operator)
+            found[key] = found.get(key, 0) + storage.size
+        shares = (Share(*key, size) for key, size in found.items())
+        return tuple(sorted(shares, key=lambda one: (-one.bytes, one.what, one.operator, one.layer or 0)))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One part of a chunk."""
+
+    program: Program
+    layer: int | None
+    offset: int = 0
+    passes: bool = False
+    last: bool = False
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The values of its part."""
+        return self.program.part.values
+
+
+def _chunk(trace: Trace, layers: Sequence[Decided], pipeline: Pipeline, stage: int, chunk: int) -> tuple[_Step, ...]:
+    """What a chunk runs: its layers, what comes before them in the first one and after them in the last."""
+    own = pipeline.placement[stage][chunk]
+    swaps = any(isinstance(one, Swap) for layer in own for one in (layers[layer][1], *layers[layer][0].values()))
+    steps: list[_Step] = []
+    split = _is_split(pipeline)
+    place = position(pipeline, stage, chunk)
+    if place == 0:
+        steps.append(_Step(_compile(trace.before, {}, Keep(), False, frozenset(), False, split), None))
+    due: frozenset[int] = frozenset()
+    offset = 0
+    for layer in own:
+        part = trace.parts[trace.layers[layer]]
+        decisions, boundary, whole = layers[layer]
+        program = _compile(part, decisions, boundary, whole, due, swaps, split)
+        passes = bool(due) and (program.idle or (whole and not isinstance(boundary, Swap)))
+        steps.append(_Step(program, layer, offset, passes, layer == own[-1]))
+        offset += program.operators
+        due = frozenset(number - program.operators for number in due | program.due if number > program.operators)
+    if place == pipeline.stages * pipeline.chunks - 1:
+        steps.append(_Step(_compile(trace.after, {}, Keep(), False, frozenset(), False, split), None))
+    return tuple(steps)
+
+
+def _is_split(pipeline: Pipeline) -> bool:
+    return pipeline.stages * pipeline.chunks > 1
+
+
+_compiled: dict[Any, Program] = {}
+
+
+def _compile(
+    part: Part,
+    decisions: Mapping[str, Decision],
+    boundary: Keep | Swap,
+    whole: bool,
+    due: frozenset[int],
+    noticed: bool,
+    split: bool,
+) -> Program:
+    key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split)
+    found = _compiled.get(key)
+    if found is None:
+        if len(_compiled) > 4096:
+            _compiled.clear()
+        part = without_casts(part) if split else part
+        found = compile_part(part, decisions, boundary, whole=whole, due_before=due, noticed=noticed)
+        _compiled[key] = found
+    return found
+
+
+def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) -> None:
+    for size in sizes:
+        if size:
+            storage = rank.make(size)
+            storage.what, storage.layer, storage.operator = what, layer, ""
+
+
+def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
+    """The weights that autocast casts once for all micro batches."""
+    found = []
+    for step in steps:
+        for number in sorted(cast_weights(step.program.part)):
+            storage = rank.make(step.values[number].size)
+            storage.what, storage.layer, storage.operator = "parameters", step.layer, step.values[number].owner
+            found.append(storage)
+    return found
+
+
+class _Ends:
+    """A chunk's ends: what it receives and sends, and who holds that."""
+
+    def __init__(self, rank: Rank, chunk: Sequence[_Step], pipeline: Pipeline, stage: int, number: int) -> None:
+        self.rank = rank
+        place = position(pipeline, stage, number)
+        self.first, self.last = place == 0, place == pipeline.stages * pipeline.chunks - 1
+        self.split = _is_split(pipeline)
+        self.sent: Storage | None = None
+        self.latest: Storage | None = None
+        given = 0 if self.first else boundary_bytes(chunk[0].program.part, "input")
+        returned = 0 if self.last else boundary_bytes(chunk[-1].program.part, "output_gradient")
+        self.inputs = [self._buffer(given) for _ in range(pipeline.micro_batches if given else 0)]
+        self.gradients = [self._buffer(returned) for _ in range(pipeline.micro_batches if returned else 0)]
+
+    def _buffer(self, size: int) -> Storage:
+        storage = self.rank.make(size)
+        storage.what = "boundaries"
+        return storage
+
+    def input(self, micro_batch: int) -> Storage | None:
+        """What the chunk is given, held once more."""
+        return _held(self.inputs, micro_batch)
+
+    def gradient(self, micro_batch: int) -> Storage | None:
+        """The gradient of what it gave."""
+        return _held(self.gradients, micro_batch)
+
+    def gave(self, output: Storage | None) -> None:
+        """What a forward gave is held until its backward has ended, and also until the next forward has."""
+        if output is not None and self.split:
+            output.count += 1
+        if self.latest is not None:
+            self.rank.drop(self.latest)
+        self.latest = output if self.split else None
+
+    def send_back(self, gradient: Storage | None) -> None:
+        """The gradient of the input is held until the next one is on its way."""
+        if self.sent is not None:
+            self.rank.drop(self.sent)
+        self.sent = gradient
+
+    def close(self) -> None:
+        """The schedule has ended."""
+        self.send_back(None)
+        self.gave(None)
+
+
+def _held(buffers: Sequence[Storage], micro_batch: int) -> Storage | None:
+    if not buffers:
+        return None
+    storage = buffers[micro_batch]
+    storage.count += 1
+    return storage
+
+
+@dataclass
+class _Running:
+    """A micro batch in a chunk, between its forward and its backward."""
+
+    micro_batch: int
+    instances: list[Instance]
+    until_backward: list[Storage]
+    output: Storage | None
+
+
+def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) -> _Running:
+    instances: list[Instance] = []
+    until: Mapping[str, list[Storage]] = {"forward": [], "backward": []}
+    storage = ends.input(micro_batch)
+    handed: list[Storage | None] = []
+    across: list[Storage | None] = []
+    for step in chunk:
+        instance = Instance(
+            step.program,
+            step.layer,
+            micro_batch,
+            step.offset,
+            passes=step.passes,
+            last=step.last,
+            keeps=step.program.part.result if ends.split else None,
+        )
+        if step.program.part.name == "after":  # what was made before the layers and is freed here
+            for number, left in zip(step.program.part.across, across, strict=False):
+                if left is not None:
+                    instance.slots[number] = left
+            across = []
+            if step.program.part.lets_go is not None:
+                instance.lets_go, until["forward"][:] = list(until["forward"]), []
+        storage = player.forward(instance, storage, handed)
+        handed = instance.handed
+        instances.append(instance)
+        part = step.program.part
+        if part.name == "before":
+            across = [instance.slots.pop(number, None) for number in part.across]
+        for number, left in instance.slots.items():
+            if number == part.input:  # it was lent: whoever made it says how long it lives
+                player.rank.drop(left)
+            else:
+                until[part.values[number].until or "backward"].append(left)
+        instance.slots = {}
+    for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
+        player.rank.drop(one)
+    output = instances[-1].kept if storage is None else storage
+    ends.gave(output)
+    return _Running(micro_batch, instances, until["backward"], output)
+
+
+def _backward(player: Player, running: _Running, ends: _Ends) -> None:
+    gradient = ends.gradient(running.micro_batch)
+    handed: list[Storage | None] = []
+    for instance in reversed(running.instances):
+        gradient = player.backward(instance, gradient, handed)
+        handed = instance.handed
+    for storage in handed:
+        if storage is not None:
+            player.rank.drop(storage)
+    if ends.first:
+        if gradient is not None:
+            player.rank.drop(gradient)
+    else:
+        ends.send_back(gradient)
+    for storage in [*running.until_backward, *(one for instance in running.instances for one in instance.left)]:
+        player.rank.drop(storage)
+    if running.output is not None:
+        player.rank.drop(running.output)
+
+
+def _optimize(player: Player, trace: Trace, static: Sequence[Static]) -> None:
+    """The optimizer's step; of a stage that has a part of the parameters, that share of it."""
+    everything = [trace.before.static, trace.after.static, *(trace.parts[place].static for place in trace.layers)]
+    total = sum(sum(one.parameters) for one in everything)
+    share = sum(sum(one.parameters) for one in static) / total if total else 1.0
+    part = trace.optimizer.scaled(share) if share < 1 else trace.optimizer
+    player.optimize(part, codes_of(part))
+
+
+def boundary_bytes(part: Part, name: str) -> int:
+    """The bytes of a value that a part names; a gradient is as large as its value."""
+    value = getattr(part, name)
+    if value is None and name == "output_gradient":
+        value = part.output
+    return part.values[value].size if value is not None else 0
+
+
+def _weight_share(rank: Rank, steps: Sequence[_Step]) -> float:
+    weight = total = 0.0
+    for step in steps:
+        part = step.program.part
+        timed = rank.timed(part)
+        for what, number in part.backward:
+            if what == "run":
+                total += timed[number].seconds
+                weight += timed[number].seconds * any(part.values[one].gradient for one in part.kernels[number].writes)
+    return weight / total if total else 0.5

@@ -1,0 +1,250 @@
+"""A run adapts itself: measured, planned, switched, bit by bit the run that it would have been."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+import tide
+from lowtide import LayerPolicy, Policy, Recompute
+from lowtide.adaptive.record import load_record
+from lowtide.adaptive.session import Adaptive
+from ranks import Ranks
+from session_cases import in_session, session_on_ranks
+from sweep_cases import single
+from tiny_models import tiny
+
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 200}
+PLENTY = 1 << 30
+
+
+class Training:
+    """A tiny model of transformers and its optimizer, the same from the same start every time."""
+
+    def __init__(self, name: str = "llama", layers: int = 3, **sizes: int) -> None:
+        tide.reset()
+        tide.configure(preset="h100", capacity=PLENTY)
+        self.model = tiny(name, layers=layers, **{**SIZES, **sizes}).to("tide")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.tokens = torch.randint(3, 200, (8, 128), generator=torch.Generator().manual_seed(0))
+
+    def step(self) -> float:
+        """A whole step, and its loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens = self.tokens.to("tide")
+        loss = self.model(tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.item())
+
+
+def undisturbed(name: str = "llama", steps: int = 9) -> tuple[list[float], int, int]:
+    """Losses, what is static, and what keeping everything reserves."""
+    training = Training(name)
+    losses = [training.step() for _ in range(2)]
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    losses += [training.step() for _ in range(steps - 2)]
+    return losses, torch.accelerator.memory_allocated(), torch.accelerator.max_memory_reserved()
+
+
+def adapted(training: Training, steps: int = 9, **options: object) -> tuple[list[float], Adaptive]:
+    """The losses of a run that adapts itself after 5 steps."""
+    run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False, **options)
+    return [run.step(training.step) or 0.0 for _ in range(steps)], run
+
+
+def of_lengths(training: Training, lengths: list[int], run: Adaptive | None = None) -> list[float]:
+    """The losses of steps whose batches have these lengths."""
+    whole, losses = training.tokens, []
+    for length in lengths:
+        training.tokens = whole[:, :length]
+        losses.append(training.step() if run is None else run.step(training.step, tokens=length) or 0.0)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_model_that_was_never_prepared_fits_in_one_line(name: str) -> None:
+    expected, static, kept = undisturbed(name)
+    training = Training(name)
+    tide.configure(capacity=static + (kept - static) * 6 // 10)
+    losses, run = adapted(training)
+    assert losses == expected
+    # The experts' load changes from step to step, so that their plan may have to be made anew.
+    assert [event.kind for event in run.events][:2] == ["measured", "switched"]
+    assert run.plan is not None
+    assert any(layer != LayerPolicy() for layer in run.policy.layers)
+    run.remove()
+    assert not tide.races()
+
+
+def test_the_loop_itself_can_be_watched() -> None:
+    expected, static, kept = undisturbed()
+    training = Training()
+    tide.configure(capacity=static + (kept - static) * 6 // 10)
+    forwards = [dict(vars(module)) for module in training.model.modules()]
+    with lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False) as run:
+        losses = [training.step() for _ in range(9)]
+        assert [event.kind for event in run.events] == ["measured", "switched"]
+        assert "every operator is watched" in run.events[-1].text  # nobody could repeat a step
+    assert losses == expected
+    assert [set(vars(module)) for module in training.model.modules()] == [set(one) for one in forwards]
+
+
+def test_steps_of_ones_own_end_when_one_says_so() -> None:
+    expected, _, _ = undisturbed(steps=7)
+    training = Training()
+    run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False)
+    losses = []
+    for _ in range(7):
+        losses.append(training.step())
+        run.step()
+    assert losses == expected
+    assert run.plan is not None
+    run.remove()
+
+
+def test_memory_that_disappears_costs_a_step_and_no_bit() -> None:
+    expected, static, kept = undisturbed()
+    training = Training()
+    losses, run = adapted(training, 7)
+    attempts = []
+
+    def less_memory() -> float:
+        """Only the first time."""
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            tide.faults.shrink_capacity(60, (kept - static) // 4)
+        else:
+            tide.faults.disarm()
+            tide.configure(capacity=PLENTY)
+        return training.step()
+
+    losses.append(run.step(less_memory) or 0.0)
+    losses.append(run.step(training.step) or 0.0)
+    run.remove()
+    assert losses == expected
+    assert [step.rescued > 0 for step in run.steps] == [False] * 7 + [True, False]
+    assert [event.kind for event in run.events].count("repeated") == 1
+
+
+def test_memory_that_shrinks_in_step_after_step_changes_no_bit() -> None:
+    tide.reset()
+    outcomes = in_session(single("reference", "none"), stride=45)
+    assert [str(one) for one in outcomes if not one.exact] == []
+    assert {one.phase for one in outcomes} >= {"forward", "backward"}
+    assert sum(one.line > 0 for one in outcomes) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2", "tp2"])
+def test_memory_that_shrinks_on_one_rank_changes_no_bit_and_hangs_no_other(ranks: Ranks, layout: str) -> None:
+    seen = ranks.run(session_on_ranks, layout, 300)
+    assert [str(one) for outcomes in seen for one in outcomes if not one.exact] == []
+    for turn, outcomes in enumerate(zip(*seen, strict=True)):
+        assert [one.line for one in outcomes] == [2 * (turn % 2 == rank) for rank in range(2)]
+
+
+def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:
+    expected, static, _ = undisturbed(steps=6)
+    said: list[str] = []
+    training = Training()
+    losses, run = adapted(training, 6, budget=static)
+    said = [event.text for event in run.events if event.kind == "switched"]
+    assert losses == expected
+    assert run.policy.layers == (LayerPolicy(Recompute()),) * 3
+    assert "nothing fits the device size" in said[0]
+    run.remove()
+
+
+SCARCE = {"layers": 4, "hidden_size": 256, "intermediate_size": 896, "vocab_size": 2000}
+TOO_LITTLE = 98 << 20
+"""For any Policy of such a model, though not for steps in which everything leaves that can."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [False, True])
+def test_a_device_that_is_too_small_for_a_plan_goes_on_and_says_what_would_do(around: bool) -> None:
+    training = Training(**SCARCE)
+    expected = [training.step() for _ in range(8)]
+    del training
+
+    def trained(capacity: int) -> tuple[list[float], Adaptive]:
+        gc.collect()
+        training = Training(**SCARCE)
+        tide.configure(capacity=capacity)
+        with lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False) as run:
+            losses = [training.step() if around else run.step(training.step) or 0.0 for _ in range(8)]
+        return losses, run
+
+    losses, run = trained(TOO_LITTLE)
+    assert losses == expected
+    assert run.decided is not None
+    assert run.decided.policy is None
+    told = re.search(r"\((\d+) bytes\) works", run.decided.reason)
+    assert told is not None
+    del run  # it holds the model
+    losses, run = trained(int(told[1]))
+    assert losses == expected
+    assert run.plan is not None
+    assert run.plan.feasible
+
+
+@pytest.mark.slow
+def test_a_batch_that_fits_no_plan_runs_with_everything_on_the_host_that_can_leave() -> None:
+    lengths = [32, 64, 128, 32, 64, 128, 64, 128]
+
+    expected = of_lengths(Training(**SCARCE), lengths)
+    training = Training(**SCARCE)
+    tide.configure(capacity=TOO_LITTLE)
+    run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
+    assert of_lengths(training, lengths, run) == expected
+    assert run.plans[max(run.plans)].policy is None
+    assert any("too little for any plan" in event.text for event in run.events)
+    run.remove()
+    assert not tide.races()
+
+
+def test_what_was_measured_and_planned_is_saved(tmp_path: Path) -> None:
+    training = Training()
+    _, run = adapted(training, 6, directory=tmp_path)
+    run.remove()
+    assert lowtide.Trace.load(tmp_path / "trace.json").measured
+    assert Policy.from_json((tmp_path / "policy.json").read_text()) == run.policy
+    record = load_record(tmp_path / "adaptive.json")
+    assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.phase for step in record.steps] == ["measuring"] * 5 + ["planned"]
+
+
+def test_what_a_person_decided_stays_decided() -> None:
+    expected, _, _ = undisturbed(steps=6)
+    fixed = Policy((LayerPolicy(Recompute()), *(LayerPolicy(),) * 2))
+    losses, run = adapted(Training(), 6, policy=fixed)
+    assert losses == expected
+    assert run.policy.layers[0] == LayerPolicy(Recompute())
+    assert run.policy.layers[2] != LayerPolicy(Recompute())
+    run.remove()
+
+
+def test_each_length_has_its_plan() -> None:
+    lengths = [40, 64, 128, 64, 100, 30, 128, 64, 128]
+
+    expected = of_lengths(Training(), lengths)
+    training = Training()
+    run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
+    assert of_lengths(training, lengths, run) == expected
+    assert len(run.plans) >= 3
+    run.remove()
+
+
+def test_a_layer_count_that_does_not_fit_is_refused() -> None:
+    from lowtide.planner.pipeline import even_pipeline
+
+    with pytest.raises(lowtide.PolicyError, match="places"):
+        Adaptive([tiny("llama")], pipeline=even_pipeline(4, stages=2))

@@ -1,0 +1,107 @@
+"""The imagined allocator does what CUDA's rules say."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.planner.allocator import Allocator, Block
+
+MIB = 1 << 20
+
+sizes = st.one_of(st.integers(0, 4096), st.integers(1, 3 * MIB), st.integers(8 * MIB, 40 * MIB))
+programs = st.lists(st.one_of(sizes, st.integers(-40, -1)), max_size=80)
+"""What is allocated, and, below zero, how far back the one is that is released."""
+
+
+def run(program: list[int], allocator: Allocator) -> list[Block]:
+    live: list[Block] = []
+    for step in program:
+        if step >= 0:
+            live.append(allocator.allocate(step))
+        elif live:
+            allocator.release(live.pop(step % len(live)))
+    return live
+
+
+def test_a_request_is_rounded_to_512_bytes_and_an_empty_one_takes_a_block_too() -> None:
+    allocator = Allocator()
+    assert [allocator.allocate(size).size for size in (0, 1, 512, 513)] == [512, 512, 512, 1024]
+
+
+def test_segments_have_the_sizes_of_their_requests() -> None:
+    for request, segment in (
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+    ):
+        allocator = Allocator()
+        allocator.allocate(request)
+        assert allocator.reserved == segment
+
+
+def test_what_is_left_of_a_large_block_is_split_off_only_above_1_mib() -> None:
+    allocator = Allocator()
+    allocator.release(allocator.allocate(12 * MIB))
+    assert allocator.allocate(11 * MIB).size == 12 * MIB
+    allocator = Allocator()
+    allocator.release(allocator.allocate(14 * MIB))
+    assert allocator.allocate(11 * MIB).size == 11 * MIB
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken_and_the_first_of_two_alike() -> None:
+    allocator = Allocator()
+    blocks = [allocator.allocate(size * 512) for size in (4, 1, 2, 1, 2, 1)]
+    first, second = blocks[2], blocks[4]
+    for block in (second, first, blocks[0]):
+        allocator.release(block)
+    assert allocator.allocate(1024) is first
+    assert allocator.allocate(1024) is second
+
+
+@settings(max_examples=200, deadline=None)
+@given(programs)
+def test_blocks_in_use_never_overlap_and_what_is_in_use_is_their_sum(program: list[int]) -> None:
+    allocator = Allocator()
+    live = sorted(run(program, allocator), key=lambda block: block.start)
+    assert allocator.allocated == sum(block.size for block in live) <= allocator.peak <= allocator.reserved
+    for one, other in pairwise(live):
+        assert one.start + one.size <= other.start
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs)
+def test_memory_that_was_let_go_is_used_again_before_more_is_reserved(program: list[int]) -> None:
+    allocator = Allocator()
+    for block in run(program, allocator):
+        allocator.release(block)
+    assert allocator.allocated == 0
+    reserved = allocator.reserved
+    # Every segment is whole again, so the same program fits into them. The second time blocks may lie otherwise.
+    run([step for step in program if step >= 0][:1], allocator)
+    assert allocator.reserved == reserved
+
+
+def test_the_virtual_accelerators_allocator_agrees_byte_by_byte() -> None:
+    torch = pytest.importorskip("torch")
+    tide = pytest.importorskip("tide")
+    tide.configure(preset="h100", poison=False)
+    torch.accelerator.empty_cache()
+    before, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+    chance, allocator, live = random.Random(0), Allocator(), []
+    for _ in range(600):
+        if chance.random() < 0.55 or not live:
+            size = chance.choice([chance.randint(1, 4096), chance.randint(1, 2 * MIB), chance.randint(1, 30 * MIB)])
+            live.append((torch.empty(size, dtype=torch.uint8, device="tide"), allocator.allocate(size)))
+        else:
+            allocator.release(live.pop(chance.randrange(len(live)))[1])
+        if before == reserved == 0:  # otherwise another test's tensors live in its segments
+            assert allocator.reserved == torch.accelerator.memory_reserved()
+            assert allocator.allocated == torch.accelerator.memory_allocated()
