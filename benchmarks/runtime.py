@@ -100,8 +100,8 @@ class Steps:
     def __call__(self, name: str, attach: Attach) -> StepFigures:
         begin = time.perf_counter()
         found, handle = self.trainer.run(attach)
-        if handle is not None and handle.kinds:
-            self.kind = next(iter(handle.kinds.values()))
+        if handle is not None and handle.profiles:
+            self.kind = next(iter(handle.profiles.values()))
         if handle is not None and (found.different or found.races):
             self.report.wrong.append(f"{name}: {found.different} values differ from bare, {found.races} races")
         self.report.runs[name] = asdict(found)

@@ -71,7 +71,7 @@ def layer() -> Part:
         packs=(
             Pack(0, "linear", "", "boundary", 0),
             Pack(1, "silu", "linear", "operator", 1),
-            Pack(2, "mul", "silu", "operator", 2, by_node=True),
+            Pack(2, "mul", "silu", "operator", 2),
             Pack(0, "mul", "", "boundary", 2),
         ),
         forward=(

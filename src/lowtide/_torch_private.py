@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
-from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +32,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_ten
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._dynamo.guards import dict_version, set_is_in_mode_without_ignore_compile_internals
-from torch._C._nn import silu
+from torch._C._profiler import _RecordFunctionFast as profiler_range
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -56,9 +55,6 @@ __all__ = [
     "DeviceContext",
     "DisableTorchFunction",
     "FakeTensorMode",
-    "GeluBackward",
-    "MulBackward",
-    "SiluBackward",
     "StorageWeakRef",
     "Subclass",
     "TorchDispatchMode",
@@ -84,8 +80,6 @@ __all__ = [
     "function_modes",
     "function_modes_on",
     "generator_key",
-    "given_operand",
-    "given_operands",
     "group_name_of",
     "group_named",
     "has_storage",
@@ -109,8 +103,8 @@ __all__ = [
     "node_sequence",
     "norms_of",
     "pop_saved_tensors_hooks",
+    "profiler_range",
     "push_saved_tensors_hooks",
-    "raw_saved",
     "remove_dispatch_mode",
     "remove_function_mode",
     "remove_saved_tensors_hooks",
@@ -118,12 +112,8 @@ __all__ = [
     "reset_sharding",
     "resize_watchers",
     "resolved_operator",
-    "saved_operand",
-    "saved_operands",
-    "saved_slots",
     "scoped_library",
     "set_grad_enabled",
-    "silu",
     "storage_bytes",
     "storage_key",
     "storage_of",
@@ -148,11 +138,6 @@ top_saved_tensors_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._au
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The classes of tensors that hold their bytes themselves."""
-
-GeluBackward, MulBackward, SiluBackward = (
-    getattr(torch._C._functions, f"{name}Backward0") for name in ("Gelu", "Mul", "Silu")
-)
-"""The classes of nodes that a GELU, a product of tensors and a SiLU leave in the graph."""
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
@@ -500,39 +485,6 @@ def unseen_by_modes() -> AbstractContextManager[None]:
 
 
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(torch._C.DispatchKey.PythonTLSSnapshot)
-
-
-def saved_operand(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...]:
-    """What autograd holds as the one argument of a node's call; nothing if that went through other hooks, or none."""
-    saved = node._raw_saved_self
-    return (saved.data,) if saved.unpack_hook is unpack else ()
-
-
-def saved_operands(node: Any, unpack: Callable[[Any], Tensor]) -> tuple[Any, ...]:
-    """As :func:`saved_operand` for a call with two, which are saved together; None in place of one that is not."""
-    saved = node._raw_saved_self
-    return (saved.data, node._raw_saved_other.data) if saved.unpack_hook is unpack else ()
-
-
-def given_operand(node: Any) -> tuple[Tensor, ...]:
-    """The one argument of a node's call, as autograd gives it back: it refuses one that was written to."""
-    return (node._saved_self,)
-
-
-given_operands: Callable[[Any], tuple[Tensor, ...]] = attrgetter("_saved_self", "_saved_other")
-"""As :func:`given_operand` for a call with two."""
-
-
-def saved_slots(node: Any) -> list[str]:
-    """The names under which a node saves single tensors."""
-    prefix = "_raw_saved_"
-    names = [name.removeprefix(prefix) for name in dir(node) if name.startswith(prefix)]
-    return [name for name in names if isinstance(raw_saved(node, name), torch._C._autograd.SavedTensor)]
-
-
-def raw_saved(node: Any, slot: str) -> Any:
-    """What a node holds a tensor in: ``unpack_hook`` and ``data`` are what hooks gave it, if there were any."""
-    return getattr(node, f"_raw_saved_{slot}")
 
 
 def node_sequence(node: Any) -> int:

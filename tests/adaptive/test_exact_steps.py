@@ -17,7 +17,7 @@ import lowtide
 import tide
 from lowtide.adaptive.on_host import HostCopies
 from lowtide.adaptive.rescue import Rescue
-from lowtide.operators.kept import held_tensor
+from lowtide.operators.saved import unpack
 from lowtide.trace.recorder import Recorder
 
 WIDTH, STEPS = 16, 7
@@ -107,7 +107,7 @@ def recorded(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
 
 def learnt(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
     """With everything on the host that is saved, and nobody who sees kernels."""
-    with torch.autograd.graph.saved_tensors_hooks(HostCopies(at_once=False).hold, held_tensor):
+    with torch.autograd.graph.saved_tensors_hooks(HostCopies(at_once=False).hold, unpack):
         return run()
 
 

@@ -71,7 +71,7 @@ def patched_function(side: Side) -> None:
 
 
 @attack("a tensor that is still held", treatments=("swap",))
-def held_tensor(side: Side) -> None:
+def unpack(side: Side) -> None:
     if side.treated:
         KEPT.append(torch.zeros(3))
 
@@ -93,7 +93,7 @@ def own_finding(side: Side) -> None:
         (module_hook, "left_behind"),
         (function_mode, "left_behind"),
         (patched_function, "left_behind"),
-        (held_tensor, "leaked"),
+        (unpack, "leaked"),
         (own_finding, "left_behind"),
     ],
     ids=lambda value: value.name if isinstance(value, Attack) else value,

@@ -141,7 +141,7 @@ def test_a_device_measures_what_was_counted(pattern: str, autocast: bool) -> Non
             held = torch.accelerator.memory_allocated() - before
             loss.backward()
             model.zero_grad(set_to_none=True)
-        kind = next(iter(handle.kinds.values())) if handle is not None else None
+        kind = next(iter(handle.profiles.values())) if handle is not None else None
         del model, handle, loss
         gc.collect()
         return held, kind

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide.operators.observe import Observation, observe
+from lowtide.operators.observation import Observation
+from lowtide.operators.observe import observe
 
 
 class Layer(nn.Module):

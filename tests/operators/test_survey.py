@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
-from lowtide.operators.observe import Pack
+from lowtide.operators.observation import Pack
 from lowtide.operators.survey import survey
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, resolve
 from tiny_models import MODELS, surveyed

@@ -79,7 +79,7 @@ def step(
         held = requested() - before
         loss.backward()
     gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    kind = next(iter(handle.kinds.values())) if handle is not None and handle.kinds else None
+    kind = next(iter(handle.profiles.values())) if handle is not None and handle.profiles else None
     receipt = handle.receipt() if handle is not None else None
     if handle is not None:
         handle.remove()

@@ -115,7 +115,7 @@ def test_layers_of_one_class_with_other_modules_are_kinds_of_their_own() -> None
     handle = apply(model, Policy((swap("act"), swap("tanh"), swap("tanh"))), limits=Limits(minimum_bytes=1))
     for _ in range(2):
         model(torch.randn(ROWS, WIDTH)).sum().backward()
-    assert len(handle.kinds) == 2
+    assert len(handle.profiles) == 2
     assert {line.layer for line in lines(handle, "tanh") if line.swaps} == {1, 2}
 
 

@@ -208,7 +208,7 @@ def test_reversible_at_the_end_of_a_with() -> None:
     before = snapshot(model)
     with apply(model, Policy((swap("silu"),) * 3), limits=ANY) as handle:
         model(batch()).sum().backward()
-        assert handle.kinds
+        assert handle.profiles
         assert snapshot(model) != before
     assert snapshot(model) == before
 

@@ -19,7 +19,6 @@ from lowtide.operators.survey import survey
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.run import Run
 
 
 class Block(nn.Module):
@@ -311,17 +310,10 @@ def train_gated(policy: LayerPolicy | None, **options: Any) -> Any:
     return gradients, (receipt if handle is not None else None)
 
 
-def test_nobody_listens_to_a_call_that_its_node_knows() -> None:
-    modes: list[int] = []
-
-    def then(tensor: Tensor) -> Tensor:
-        modes.append(len(torch.overrides._get_current_function_mode_stack()))
-        return tensor
-
+def test_each_recomputed_operator_is_replayed_once_in_every_layer() -> None:
     expected, _ = train_gated(None)
-    found, receipt = train_gated(recompute("mlp.act", "mlp.mul"), then=then)
+    found, receipt = train_gated(recompute("mlp.act", "mlp.mul"))
     assert same(expected, found)
-    assert modes[2:] == [0] * 4  # the first layer was learnt in the first step, with a mode
     assert (
         sorted((one.operator, one.recomputes) for one in receipt.operators)
         == [("mlp.act", 1)] * 2 + [("mlp.mul", 1)] * 2
@@ -342,14 +334,14 @@ def test_what_is_saved_twice_is_rebuilt_once() -> None:
 
 @pytest.mark.parametrize("decision", [Swap(2), Swap(2, tier="disk"), Recompute()], ids=str)
 @pytest.mark.parametrize("name", ["mlp.gate", "mlp.up", "norm"])
-def test_what_a_node_saved_may_be_swapped_or_rebuilt_itself(name: str, decision: Any) -> None:
+def test_inputs_of_recomputed_operators_may_be_swapped_or_recomputed(name: str, decision: Any) -> None:
     rules = (Rule(Pattern(name), decision), *recompute("mlp.act", "mlp.mul").rules)
     expected, _ = train_gated(None)
     found, _ = train_gated(LayerPolicy(rules=rules))
     assert same(expected, found)
 
 
-def test_a_product_that_is_written_to_is_not_rebuilt_from_its_node() -> None:
+def test_a_product_that_is_written_to_later_is_exact() -> None:
     steps: list[int] = []
 
     def then(tensor: Tensor) -> Tensor:
@@ -358,23 +350,6 @@ def test_a_product_that_is_written_to_is_not_rebuilt_from_its_node() -> None:
 
     first, steps = train_gated(None, then=then)[0], []
     assert same(first, train_gated(recompute("mlp.act", "mlp.mul"), then=then)[0])
-
-
-def test_hooks_stand_only_around_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[int] = []
-    pack = Run.pack
-
-    def counted(self: Any, tensor: Tensor) -> Any:
-        saved.append(self.number)
-        return pack(self, tensor)
-
-    monkeypatch.setattr(Run, "pack", counted)
-    rules = (Rule(Pattern("mlp.mul"), Swap(2)),)
-    expected, _ = train_gated(None)
-    found, receipt = train_gated(LayerPolicy(rules=rules))
-    assert same(expected, found)
-    assert len(saved) == 2 * 5  # what the last linear map saves; the first layer keeps everything in the first step
-    assert receipt.operators[0].moved_bytes
 
 
 def test_a_module_that_runs_twice_or_in_two_layers_is_exact() -> None:
@@ -516,7 +491,7 @@ def test_unmodified_transformers_models_are_exact(name: str, autocast: bool) -> 
     assert same(expected, found)
     assert same(expected, run_transformers(name, LayerPolicy(Recompute()), autocast)[0])
     assert handle is not None
-    (kind,) = handle.kinds.values()
+    (kind,) = handle.profiles.values()
     for operator in kind.operators:
         if operator.owned:
             pattern = operator.name.replace(".", r"\.").replace("[*]", r"\[\*\]")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import tide
 from lowtide.cli.main import app
-from lowtide.runtime import swap
 from lowtide.runtime.selftest import POLICIES, Size, run_selftest
+from lowtide.runtime.swapped import Swapped
 
 TINY = Size(layers=4, width=64, sequence=64, batch=2, rounds=1)
 
@@ -38,7 +38,8 @@ def test_the_command_writes_a_file(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_exact_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(swap._Copied, "tensor", lambda self: self.buffer.memory * 2)
+    original = Swapped.tensor
+    monkeypatch.setattr(Swapped, "tensor", lambda self: original(self) * 2)
     path = tmp_path / "cpu.json"
     result = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--small", "--output", str(path)])
     assert result.exit_code == 1

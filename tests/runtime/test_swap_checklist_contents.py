@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import tide
 from lowtide._torch_private import storage_key
 from lowtide.errors import SwapError
+from lowtide.operators.saved import unpack
 from lowtide.policy import LayerPolicy, Pattern, Recompute, Rule, Swap
 from lowtide.runtime.host import HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.saved import unpack
 from lowtide.runtime.swap import Departures, SwapManager
 from stacks import ROWS, WIDTH, gated, lines, same, swap, train
 

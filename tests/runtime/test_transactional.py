@@ -55,7 +55,7 @@ def kinds_of() -> Any:
     handle = apply(model, Policy((LayerPolicy(Swap(2)),) * 3), limits=Limits(minimum_bytes=1))
     model(torch.randn(2, 8)).sum().backward()
     handle.remove()
-    return handle.kinds
+    return handle.profiles
 
 
 def compiled(model: Model, place: int) -> Model:

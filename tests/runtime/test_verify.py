@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import VerificationError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
-from lowtide.runtime import swap
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.swapped import Swapped
 
 
 class Block(nn.Module):
@@ -57,18 +57,21 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_a_tensor_that_comes_back_changed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Swapped.tensor
+
     def wrong(self: Any) -> Tensor:
-        tensor = self.buffer.memory.clone()
+        tensor = original(self).clone()
         tensor.view(-1)[0] += 1
         return tensor
 
-    monkeypatch.setattr(swap._Copied, "tensor", wrong)
+    monkeypatch.setattr(Swapped, "tensor", wrong)
     with pytest.raises(VerificationError, match=r"tensor \d+ of layer 2"):
         lowtide.verify(model(), Policy((MIXED,) * 3), torch.randn(4, 8), limits=NOTHING_IS_TOO_SMALL)
 
 
 def test_a_gradient_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.runtime.checked.checksum", lambda tensor: 0)  # nobody looks at the single tensors
-    monkeypatch.setattr(swap._Copied, "tensor", lambda self: self.buffer.memory * 1.5)
+    monkeypatch.setattr("lowtide.runtime.checked.checksum", lambda tensor: 0)  # single tensors are not compared
+    original = Swapped.tensor
+    monkeypatch.setattr(Swapped, "tensor", lambda self: original(self) * 1.5)
     with pytest.raises(VerificationError, match=r"0\.down\.weight"):
         lowtide.verify(model(), Policy((MIXED,) * 3), torch.randn(4, 8), limits=NOTHING_IS_TOO_SMALL)

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from lowtide._torch_private import insert_saved_tensors_hooks, remove_saved_tensors_hooks
 from lowtide.adaptive.on_host import HostCopies
 from lowtide.errors import TraceError
-from lowtide.operators.kept import Hold, held_tensor
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
+from lowtide.operators.saved import PackHook, unpack
 from lowtide.operators.survey import Survey, surveying
 from lowtide.operators.wrappers import take_back
-from lowtide.runtime.apply import Structure, structure_of
+from lowtide.runtime.follower import Structure, structure_of
 from lowtide.runtime.refuse import refuse_compiled_function
 from lowtide.trace.assemble import assemble
 from lowtide.trace.in_place import change_in_place
@@ -75,7 +75,7 @@ class Measuring:
         self.timed = timed
         self.survey: Survey | None = None
         self.recorded: list[_Recorded] = []
-        self._hold: Hold | None = None
+        self._hold: PackHook | None = None
         """How what the first step saves is held."""
         self._phases: Phases | None = None
         """Of the step that is recorded now."""
@@ -198,10 +198,10 @@ class Measuring:
 
 
 @contextmanager
-def _holding(hold: Hold) -> Iterator[None]:
+def _holding(hold: PackHook) -> Iterator[None]:
     """Hold what is saved for backward."""
     try:
-        insert_saved_tensors_hooks(hold, held_tensor)
+        insert_saved_tensors_hooks(hold, unpack)
         yield
     finally:
         remove_saved_tensors_hooks(hold)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowtide._torch_private import inner_tensor, storage_key, unseen_by_modes
 from lowtide.adaptive.counts import Counts
-from lowtide.adaptive.handles import bytes_of
+from lowtide.adaptive.offload import bytes_of
 from lowtide.operators.calls import tensors_of
 from lowtide.out_of_memory import is_out_of_memory
 
@@ -50,7 +50,7 @@ class Pager:
     ) -> None:
         self.optimizers, self.counts = tuple(optimizers), counts
         self.lock = lock
-        """The book's own: either may have to make room in the other."""
+        """That of the saved storages: either may have to make room in the other."""
         self.smallest = smallest
         self.away: dict[int, _Paged] = {}
         """By storage."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from lowtide.adaptive.agreement import Agreement
 from lowtide.adaptive.decide import Decided
 from lowtide.adaptive.merge import joined, slowest
 from lowtide.errors import PolicyError
 from lowtide.planner.pipeline import Pipeline
-from lowtide.runtime.agreement import Agreement
 from lowtide.trace.trace import Part, Trace, kernels_of
 
 __all__ = ["Ranks"]

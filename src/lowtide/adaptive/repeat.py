@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import forget_unscaling, generator_key, inner_tensor, version_of
 from lowtide.adaptive.attributes import Attributes
-from lowtide.adaptive.randomness import Generators, ProcessGenerators
 from lowtide.errors import RescueError
+from lowtide.runtime.randomness import ProcessRandom, RandomState
 
 __all__ = ["Beginning", "Repeat"]
 
@@ -50,7 +50,7 @@ class Beginning:
 
         ``drawn`` are generators of their own that steps were seen to draw from.
         """
-        self.generators = ProcessGenerators.now()
+        self.generators = ProcessRandom()
         self.own = {generator_key(one): (one, one.get_state()) for one in drawn}
         """Generators that the step may draw from beside those, and their states before it did."""
         self.drawn: set[int] = set()
@@ -79,7 +79,7 @@ class Beginning:
 
     # While the step runs.
 
-    def drawn_from(self, generators: Generators) -> None:
+    def drawn_from(self, generators: RandomState) -> None:
         """The step draws from generators, whose states are still those from before."""
         for one, state in generators.states:
             key = generator_key(one)

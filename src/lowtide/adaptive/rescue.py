@@ -3,7 +3,7 @@
 [Note: three lines of defence]
 1. A watermark: where a layer begins with more allocated than that, the oldest saved tensors leave before it runs.
 2. An operator that fails for want of memory, in forward, in backward or in the optimizer: tensors leave, and it runs
-   again. See [Note: handles], [Note: repeating an operator] and [Note: paging].
+   again. See [Note: saved storages], [Note: repeating an operator] and [Note: paging].
 3. The step is begun anew: generators, buffers and gradients are set back, and the first two lines are armed.
 
 The first two need handles around every saved tensor and a dispatch mode around every kernel, which costs some
@@ -37,18 +37,18 @@ from lowtide._torch_private import (
     storage_key,
 )
 from lowtide.adaptive.counts import Counts
-from lowtide.adaptive.handles import Book
+from lowtide.adaptive.offload import SavedStorages
 from lowtide.adaptive.paging import Pager
-from lowtide.adaptive.randomness import Generators
 from lowtide.adaptive.repeat import Beginning, Repeat
 from lowtide.adaptive.retry import Retry
 from lowtide.errors import ModelError, RescueError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
+from lowtide.operators.saved import unpack
 from lowtide.operators.wrappers import Hook, take_back
 from lowtide.out_of_memory import is_out_of_memory, missing_bytes
-from lowtide.runtime.apply import Handle as Applied
-from lowtide.runtime.saved import unpack
+from lowtide.runtime.apply import Handle
+from lowtide.runtime.randomness import RandomState
 from lowtide.units import format_bytes
 
 __all__ = ["ATTEMPTS", "Rescue"]
@@ -87,10 +87,10 @@ class Rescue:
         self.watermark: int | None = None
         """Bytes allocated on the device above which the oldest leave when a layer begins; None: no such limit."""
         self.armed = False
-        self.book = Book(smallest, self.counts)
-        self.pager = Pager(optimizers, smallest, self.book.lock, self.counts)
+        self.storages = SavedStorages(smallest, self.counts)
+        self.pager = Pager(optimizers, smallest, self.storages.lock, self.counts)
         self._retry = Retry(self, multiple)
-        self._hooks = self.book.keep
+        self._hooks = self.storages.pack
         """What is on torch's stack of hooks."""
         self._inside = self._spoilt = self._agreed = False
         self._scalers: WeakSet[torch.amp.GradScaler] = WeakSet()
@@ -105,7 +105,7 @@ class Rescue:
         self._needed = 0
         """What an operator, for which no more room could be made, would have brought the allocated bytes to."""
         self._changing: frozenset[str] | None = None
-        self._applied: list[Applied] = []
+        self._handles: list[Handle] = []
         try:
             self._layers = find_layers(model, layers).modules
         except ModelError:
@@ -186,13 +186,13 @@ class Rescue:
             self.settle()
             if self.armed:
                 known = [*self.model.parameters(), *self.model.buffers()]
-                self.book.static = frozenset(storage_key(one) for one in known)
+                self.storages.static = frozenset(storage_key(one) for one in known)
                 self._retry.on()
                 insert_saved_tensors_hooks(self._hooks, unpack)
                 for layer in self._layers:
                     self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
-                for applied in self._applied:  # its hooks are the inner ones
-                    applied.manager.keep = self.book.keep
+                for handle in self._handles:  # its hooks are the inner ones
+                    handle.manager.keep = self.storages.pack
             yield
             if not self._agreed:  # no optimizer has stepped
                 self._agree()
@@ -201,8 +201,8 @@ class Rescue:
 
     def end_step(self) -> None:
         """Take off what is on for a step; nothing if none runs. An interrupt may have left some of it."""
-        for applied in self._applied:
-            applied.manager.keep = None
+        for handle in self._handles:
+            handle.manager.keep = None
         remove_saved_tensors_hooks(self._hooks)
         take_back(hook.remove for hook in self._on_layers)
         self._on_layers.clear()
@@ -210,16 +210,16 @@ class Rescue:
         self.pager.made.clear()
         self.settle()
 
-    def follow(self, applied: Applied) -> None:
+    def follow(self, handle: Handle) -> None:
         """What a Policy keeps can leave as well."""
-        self._applied.append(applied)
+        self._handles.append(handle)
         if self._inside and self.armed:
-            applied.manager.keep = self.book.keep
+            handle.manager.keep = self.storages.pack
 
-    def unfollow(self, applied: Applied) -> None:
+    def unfollow(self, handle: Handle) -> None:
         """The Policy is no longer at work."""
-        self._applied.remove(applied)
-        applied.manager.keep = None
+        self._handles.remove(handle)
+        handle.manager.keep = None
 
     def arm(self) -> None:
         """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
@@ -265,7 +265,7 @@ class Rescue:
         self.disarm()
         self.end_step()
         if self.pager.away:
-            self.book.evict(float("inf"))
+            self.storages.evict(float("inf"))
             gc.collect()
             torch.accelerator.empty_cache()
             if not self.settle():
@@ -288,7 +288,7 @@ class Rescue:
 
     def make_room(self, wanted: float, touched: set[int]) -> int:
         """Free so many bytes, none of the storages ``touched``; how many are free now."""
-        freed = self.book.evict(wanted)
+        freed = self.storages.evict(wanted)
         if freed < wanted:
             freed += self.pager.page_out(wanted - freed, touched)
         return freed
@@ -312,7 +312,7 @@ class Rescue:
             " run.step(...), or leave more memory"
         )
 
-    def drawn_from(self, generators: Generators) -> None:
+    def drawn_from(self, generators: RandomState) -> None:
         """An operator is about to draw random numbers."""
         if self._beginning is not None:
             self._beginning.drawn_from(generators)
@@ -343,7 +343,7 @@ class Rescue:
         if not limits or not self._inside:
             return
         excess = torch.accelerator.memory_allocated() - min(limits)
-        if excess > 0 and (freed := self.book.evict(excess)):
+        if excess > 0 and (freed := self.storages.evict(excess)):
             self.counts.watermark += 1
             self.counts.note(f"{format_bytes(excess)} above the watermark: {format_bytes(freed)} left")
 

@@ -38,9 +38,10 @@ from lowtide._torch_private import (
 )
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.paging import Pager, touched_by
-from lowtide.adaptive.randomness import Generators
+from lowtide.operators.calls import tensors_of
 from lowtide.operators.formulas import Formulas, has_two_formulas
 from lowtide.out_of_memory import is_out_of_memory, missing_bytes
+from lowtide.runtime.randomness import RandomState, default_generators
 from lowtide.units import format_bytes
 
 __all__ = ["Defence", "Retry"]
@@ -61,7 +62,7 @@ class Defence(Protocol):
     def give_up(self, operator: str, missing: int) -> None:
         """There is no more room to be made for an operator."""
 
-    def drawn_from(self, generators: Generators) -> None:
+    def drawn_from(self, generators: RandomState) -> None:
         """An operator is about to draw random numbers."""
 
     def unscaled(self) -> None:
@@ -150,7 +151,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call, generators = _Call(func, args, kwargs or {}, nature), None
         else:
             call = _Call(func, args, kwargs or {}, nature)
-            generators = Generators.now((*args, *call.kwargs.values())) if nature.random else None
+            generators = call.random_state() if nature.random else None
             if generators is not None:
                 self.defence.drawn_from(generators)
             if nature.unscales:
@@ -188,7 +189,7 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.defence.spoil(str(call.func))
         return failure
 
-    def _again(self, call: _Call, generators: Generators | None, failure: RuntimeError | None) -> None:
+    def _again(self, call: _Call, generators: RandomState | None, failure: RuntimeError | None) -> None:
         """Make room and run an operator again, until it succeeds or there is no more room to be made."""
         defence, touched = self.defence, call.touched()
         freed, times, collected = 0, 1.0, False
@@ -248,6 +249,13 @@ class _Call:
         if self.storages is None:
             self.storages = touched_by((self.args, self.kwargs))
         return self.storages
+
+    def random_state(self) -> RandomState:
+        """The generators that it may draw from, before it does."""
+        given = [*self.args, *self.kwargs.values()]
+        named = [one for one in given if isinstance(one, torch.Generator)]
+        devices = [one for one in given if type(one) is torch.device]
+        return RandomState([*default_generators([*tensors_of(given), *devices]), *named])
 
     @property
     def parts(self) -> int:

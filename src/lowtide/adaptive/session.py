@@ -52,7 +52,8 @@ from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.planner.plan import Plan
 from lowtide.planner.simulation import Simulation
 from lowtide.policy import Policy
-from lowtide.runtime.apply import Handle, Structure, apply
+from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.follower import Structure
 from lowtide.trace.trace import kernels_of
 
 __all__ = ["Adaptive"]
@@ -445,7 +446,7 @@ class Adaptive:
                 if self.rescue is not None:
                     self.rescue.unfollow(handle)
                 handle.remove()
-                self.kinds[place] |= handle.kinds
+                self.kinds[place] |= handle.profiles
             self.handles = []
         if policy is None:
             return

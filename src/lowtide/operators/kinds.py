@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lowtide.operators.families import aliases_of
-from lowtide.operators.observe import Call, Observation, Pack
+from lowtide.operators.observation import Call, Observation, Pack
 from lowtide.policy import Operator
 
 __all__ = ["LayerKind", "OperatorBytes", "layer_kind"]

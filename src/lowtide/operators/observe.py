@@ -6,8 +6,8 @@ and dtype casts. What is derived from parameters alone is static; what comes int
 or, if it is not the layer's own input, to the root.
 
 [Note: how owners are found]
-Three watchers run together. Wrappers of the modules' forwards and a TorchFunctionMode say which operator is running. A
-TorchDispatchMode below them sees every kernel and notes, for each storage, who wrote it last: a new storage by the
+Three observers work together. Wrappers of the modules' forwards and a TorchFunctionMode say which operator is running.
+A TorchDispatchMode below them sees every kernel and notes, for each storage, who wrote it last: a new storage by the
 kernel that made it, an old one by the kernel whose schema says that it writes there. A view shares its storage and
 needs no entry. A cast makes a new storage, but the value is its input's: the entry is copied. Factories such as
 ``empty`` make a storage without a value and own nothing. Saved-tensor hooks then look the storage up. Storages are
@@ -16,9 +16,9 @@ known by address, and addresses are used again: an entry holds a weak reference 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,84 +47,13 @@ from lowtide._torch_private import (
 )
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site, tensors_of
-from lowtide.operators.kept import Held, Hold, Kept, held_tensor, hooks_of_others, kept_apart
-from lowtide.operators.nodes import read_node
+from lowtide.operators.observation import Call, Observation, Pack, Source
+from lowtide.operators.saved import Kept, PackHook, Saved, foreign_pack_hook, kept_apart, unpack
 from lowtide.operators.wrappers import take_back
 
-__all__ = ["Call", "Observation", "Pack", "SavedTensor", "Source", "Watcher", "Written", "observe"]
+__all__ = ["OnSave", "OnWrite", "Profiler", "observe"]
 
 Result = TypeVar("Result")
-Source = Literal["operator", "boundary", "root", "static"]
-"""Whose value a tensor is: an operator's of the layer, the layer's input, something from outside, or a parameter's."""
-
-
-class Pack(NamedTuple):
-    """One tensor that autograd saved while the layer ran, in order."""
-
-    operator: str
-    """The operator that was running."""
-    source: Source
-    """Whose value it is."""
-    owner: str
-    """The operator that owns it; empty unless ``source`` is ``operator``."""
-    storage: int
-    """A number for its storage: packs of one storage share it."""
-    storage_bytes: int
-    """The size of the whole storage, which a saved view holds as well."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    movable: bool
-    """False for integers and booleans, which routing depends on and which are always kept."""
-    cast: bool
-    """Whether it is a cast of the owner's value rather than the value itself."""
-    output: bool = False
-    """Whether the node that saves it made it: whoever holds it as it is, for that node, holds a cycle."""
-    rewritten: bool = False
-    """Whether its storage was written to after it was saved: autograd refuses to use it."""
-    by_node: bool = False
-    """Whether the node that made it has saved all that it was made of: see :mod:`lowtide.operators.nodes`."""
-    on_host: bool = False
-    """Whether it is in the host's own memory, where swapping to the host is a plain copy."""
-    altered: bool = False
-    """Whether its storage was written to, after it was saved or made, without being counted: through ``.data``, or by
-    the very kernel that it was saved for. Backward sees what was written, so only the storage itself will do."""
-
-
-class Call(NamedTuple):
-    """One call of an operator, in order."""
-
-    name: str
-    """The operator's name inside the layer: ``mlp.act_fn``, ``self_attn.mul_1``."""
-    site: Site
-    """Where it is called."""
-    reads: tuple[str, ...]
-    """The operators whose values it read, views and casts looked through."""
-    inputs: tuple[tuple[int, int], ...]
-    """The (storage number, bytes) of each tensor it was given that is not static."""
-    writes: bool
-    """Whether it made a value: false for calls that only viewed or cast what they were given."""
-    random: bool
-    """Whether it drew random numbers."""
-    repeatable: bool
-    """False if it wrote into what it was given, or if that was written to afterwards: its call cannot be repeated."""
-    communicates: bool = False
-    """Whether it is a collective, or issues some inside."""
-
-    @property
-    def module(self) -> bool:
-        """Whether it is a leaf module's call rather than a function's."""
-        return self.site.function is None
-
-
-class Observation(NamedTuple):
-    """What one run of a layer showed."""
-
-    calls: tuple[Call, ...]
-    packs: tuple[Pack, ...]
-    owners: Mapping[int, str]
-    """For each storage that an operator wrote, by number, the operator that wrote it last."""
-    collectives: tuple[str, ...] = ()
-    """The operator of each functional collective that was issued, in order."""
 
 
 class _Origin(NamedTuple):
@@ -137,20 +66,20 @@ class _Origin(NamedTuple):
     cast: bool
 
 
-SavedTensor: TypeAlias = Callable[[Tensor, Source], None]
-"""Told about every tensor that autograd saves while a layer runs, and whose value it is."""
+OnSave: TypeAlias = Callable[[Tensor, Source], None]
+"""Called with every tensor that autograd saves while a layer runs, and whose value it is."""
 
-Written: TypeAlias = Callable[[list[Tensor]], None]
-"""Told about the tensors that a kernel has written into."""
+OnWrite: TypeAlias = Callable[[list[Tensor]], None]
+"""Called with the tensors that a kernel has written into."""
 
 
 @contextmanager
 def observe(
     layer: nn.Module,
     *,
-    saved: SavedTensor | None = None,
-    hold: Hold = kept_apart,
-    written: Written | None = None,
+    saved: OnSave | None = None,
+    hold: PackHook = kept_apart,
+    written: OnWrite | None = None,
     before_function: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], Observation]]:
     """Watch ``layer`` while it runs inside this context; the yielded function gives what was seen.
@@ -164,24 +93,24 @@ def observe(
     >>> [(pack.operator, pack.source, pack.owner) for pack in seen().packs]
     [('0', 'boundary', ''), ('0', 'static', ''), ('1', 'operator', '0')]
     """
-    watcher = Watcher(layer, saved, hold, written)
-    tracker = CallTracker(layer, watcher, before_function)
+    profiler = Profiler(layer, saved, hold, written)
+    tracker = CallTracker(layer, profiler, before_function)
     try:
         tracker.attach()
-        yield watcher.result
+        yield profiler.result
     finally:
         take_back([tracker.detach])
 
 
-class Watcher:
+class Profiler:
     """What is known while a layer runs: whose value each storage holds, and what has been saved."""
 
     def __init__(
         self,
         layer: nn.Module,
-        saved: SavedTensor | None = None,
-        hold: Hold = kept_apart,
-        written: Written | None = None,
+        saved: OnSave | None = None,
+        hold: PackHook = kept_apart,
+        written: OnWrite | None = None,
     ) -> None:
         self.saved, self.hold, self.tell = saved, hold, written
         self.holding = False
@@ -194,10 +123,10 @@ class Watcher:
         self.collectives: list[str] = []
         self.open: _OpenCall | None = None
         self.kernels: _Kernels | None = None
-        self.hooks: Hold | None = None
+        self.hooks: PackHook | None = None
         """What is on torch's stack of hooks."""
         self.aside = False
-        """Whether the layer is left to hooks of others, and nothing is seen. See [Note: hooks of others]."""
+        """Whether the layer is left to hooks of others, and nothing is seen. See [Note: other code's hooks]."""
         self.seen: list[tuple[int, Tensor, int, int]] = []
         """What was given by calls and saved: the number of its storage, what shares its version, that version, and how
         often the storage had been written to. See [Note: writes that are not counted]."""
@@ -205,7 +134,7 @@ class Watcher:
         """How often each storage was written to."""
         self.altered: set[int] = set()
         for tensor in [*layer.parameters(), *layer.buffers()]:
-            self.learn(tensor, "static", "")
+            self.record(tensor, "static", "")
 
     def result(self) -> Observation:
         for call in self.calls:
@@ -223,8 +152,8 @@ class Watcher:
         for tensor in given:
             self.origin(tensor)
         for tensor in given[:1]:
-            self.learn(tensor, "boundary", "")
-        self.aside = hooks_of_others() is not None
+            self.record(tensor, "boundary", "")
+        self.aside = foreign_pack_hook() is not None
         self.resume()
 
     def resume(self) -> None:
@@ -234,7 +163,7 @@ class Watcher:
         if self.hooks is None:
             self.hooks = self.pack
             try:
-                push_saved_tensors_hooks(self.hooks, held_tensor)
+                push_saved_tensors_hooks(self.hooks, unpack)
             except RuntimeError:  # torch may refuse it
                 self.hooks = None
                 raise
@@ -302,9 +231,9 @@ class Watcher:
         known = self.origins.get(storage_key(tensor))
         if known is not None and not known.alive.expired():
             return known
-        return self.learn(tensor, "root", "")
+        return self.record(tensor, "root", "")
 
-    def learn(self, tensor: Tensor, source: Source, owner: str, *, cast: bool = False) -> _Origin:
+    def record(self, tensor: Tensor, source: Source, owner: str, *, cast: bool = False) -> _Origin:
         key = storage_key(tensor)
         known = self.origins.get(key)
         number = known.number if known is not None and not known.alive.expired() else self.numbers
@@ -347,7 +276,7 @@ class Watcher:
         elif self.open is not None:
             self.open.writes = True
         for tensor in [*made, *changed]:
-            self.learn(tensor, source, owner, cast=cast)
+            self.record(tensor, source, owner, cast=cast)
         if self.open is not None and torch.Tag.nondeterministic_seeded in func.tags:
             self.open.random = True
 
@@ -356,16 +285,16 @@ class Watcher:
         if self.open is not None:
             self.open.writes, self.open.repeatable = True, False
         for tensor in made:
-            self.learn(tensor, "operator", self.open.name if self.open is not None else "")
+            self.record(tensor, "operator", self.open.name if self.open is not None else "")
 
-    def pack(self, tensor: Tensor) -> Held:
+    def pack(self, tensor: Tensor) -> Saved:
         """Autograd saves a tensor."""
         self.save(tensor)
         if isinstance(tensor, nn.Parameter):
             return Kept(tensor)  # it has no graph, and is to be known as what it is
         return self._quietly(self._seen_and_held, tensor)
 
-    def _seen_and_held(self, tensor: Tensor) -> Held:
+    def _seen_and_held(self, tensor: Tensor) -> Saved:
         self._see(tensor)
         return self.hold(tensor)
 
@@ -380,7 +309,6 @@ class Watcher:
     def save(self, tensor: Tensor) -> None:
         """Note that a tensor is saved."""
         origin, output = self.origin(tensor), is_own_output(tensor)
-        base = tensor._base
         self.packs.append(
             Pack(
                 self.open.name if self.open is not None else "",
@@ -393,8 +321,6 @@ class Watcher:
                 (tensor.is_floating_point() or tensor.is_complex()) and has_storage(tensor),
                 origin.cast,
                 output,
-                by_node=read_node(tensor if base is None else base, held_tensor) is not None,
-                on_host=tensor.is_cpu,
             )
         )
         if self.saved is not None:
@@ -438,13 +364,13 @@ class _Kernels(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, profiler: Profiler) -> None:
         super().__init__()
-        self.watcher = watcher
+        self.profiler = profiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.watcher.holding:
+        if self.profiler.holding:
             return func(*args, **kwargs)
         if in_forward_mode():
             raise PolicyError(
@@ -453,12 +379,12 @@ class _Kernels(TorchDispatchMode):
             )
         if not hasattr(func, "_schema"):  # such as torch.cond: what it calls is its own
             result = func(*args, **kwargs)
-            self.watcher.opaque(tensors_of(result))
+            self.profiler.opaque(tensors_of(result))
             return result
         given = tensors_of((args, kwargs))
         known = {storage_key(tensor) for tensor in given}
-        if self.watcher.open is not None and func.namespace in COLLECTIVE_NAMESPACES:
-            self.watcher.open.communicates = True
+        if self.profiler.open is not None and func.namespace in COLLECTIVE_NAMESPACES:
+            self.profiler.open.communicates = True
         result = func(*args, **kwargs)
         made = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in known]
         # Schemas of collectives in place do not say what they fill, and nor do versions.
@@ -466,7 +392,7 @@ class _Kernels(TorchDispatchMode):
         changed = given if filled else tensors_of(written_arguments(func, args, kwargs))
         unseen = filled or func._schema.name in WRITES_UNCOUNTED
         if made or changed:
-            self.watcher.kernel(func, given, made, changed, unseen=unseen)
+            self.profiler.kernel(func, given, made, changed, unseen=unseen)
         return result
 
 

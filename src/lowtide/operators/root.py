@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from lowtide._torch_private import storage_bytes, under_compilation
 from lowtide.operators.calls import CallTracker
-from lowtide.operators.kept import Hold, kept_apart
-from lowtide.operators.observe import Source, Watcher, Written
+from lowtide.operators.observation import Source
+from lowtide.operators.observe import OnWrite, Profiler
+from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.wrappers import Hook, around, take_back
 
-__all__ = ["Held", "Root"]
+__all__ = ["HeldBytes", "Root"]
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """The bytes that one run of a model holds for backward, each storage in one place."""
 
     layers: int
@@ -59,12 +60,12 @@ class Root:
         self,
         model: nn.Module,
         layers: Sequence[nn.Module],
-        hold: Hold = kept_apart,
-        written: Written | None = None,
+        hold: PackHook = kept_apart,
+        written: OnWrite | None = None,
     ) -> None:
         self.model, self.layers = model, layers
-        self.watcher = Watcher(model, hold=hold, written=written)
-        self.tracker = CallTracker(model, self.watcher)
+        self.profiler = Profiler(model, hold=hold, written=written)
+        self.tracker = CallTracker(model, self.profiler)
         self.inside: list[_Saved] = []
         self.pausing: nn.Module | None = None
         """The layer that runs now."""
@@ -90,13 +91,13 @@ class Root:
 
     def saved_inside(self, tensor: Tensor, source: Source) -> None:
         """A layer's watcher saw a tensor saved; what comes from outside the layer may be the root's."""
-        number = self.watcher.origin(tensor).number
+        number = self.profiler.origin(tensor).number
         movable = tensor.is_floating_point() or tensor.is_complex()
         self.inside.append(_Saved(source, number, storage_bytes(tensor), movable))
         if source == "root":
-            self.watcher.save(tensor)
+            self.profiler.save(tensor)
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """The bytes of every storage that was saved, each in one place."""
         places: dict[int, tuple[str, int]] = {}
 
@@ -108,9 +109,12 @@ class Root:
         for saved in self.inside:
             if saved.source != "root":  # the watcher has packed the others
                 claim(_place(saved.source, saved.movable, "layers"), saved.storage, saved.storage_bytes)
-        for pack in self.watcher.packs:
+        for pack in self.profiler.packs:
             claim(_place(pack.source, pack.movable, "root"), pack.storage, pack.storage_bytes)
-        return Held(**{name: sum(size for place, size in places.values() if place == name) for name in Held._fields})
+        sums = dict.fromkeys(HeldBytes._fields, 0)
+        for place, size in places.values():
+            sums[place] += size
+        return HeldBytes(**sums)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.inside.clear()  # a model that runs twice is known by its last run
@@ -125,15 +129,15 @@ class Root:
             return
         if self.tracker.stack and not self.tracker.paused:
             self.tracker.paused, self.pausing = True, layer
-            self.before = len(self.watcher.calls) if self.before is None else self.before
-            self.watcher.pause()
+            self.before = len(self.profiler.calls) if self.before is None else self.before
+            self.profiler.pause()
 
     def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
         if under_compilation():
             return
         if self.tracker.paused and self.pausing is layer:
             self.tracker.paused, self.pausing = False, None
-            self.watcher.resume()
+            self.profiler.resume()
 
 
 _CLAIMS = ("static", "kept", "boundaries", "layers", "root")

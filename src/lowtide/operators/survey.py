@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
-from lowtide.operators.observe import Observation, Written, observe
-from lowtide.operators.root import Held, Root
+from lowtide.operators.observation import Observation
+from lowtide.operators.observe import OnWrite, observe
+from lowtide.operators.root import HeldBytes, Root
+from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.policy import Catalogue
 
 __all__ = ["Survey", "survey", "surveying"]
@@ -29,7 +30,7 @@ class Survey(NamedTuple):
     """For each layer, the place of its kind in ``kinds``."""
     root: LayerKind
     """What runs in the model outside its layers; its operators have their dotted path in the whole model."""
-    held: Held
+    held: HeldBytes
     """All that one run holds for backward, each storage once."""
 
     @property
@@ -61,8 +62,8 @@ def surveying(
     model: nn.Module,
     *,
     layers: str | None = None,
-    hold: Hold = kept_apart,
-    written: Written | None = None,
+    hold: PackHook = kept_apart,
+    written: OnWrite | None = None,
     refuse: Callable[[int], None] = lambda layer: None,
 ) -> Iterator[Callable[[], Survey]]:
     """As :func:`survey`, of whatever runs inside this context; the yielded function gives what was seen.
@@ -94,5 +95,5 @@ def _sum_up(model: nn.Module, found: Layers, seen: Sequence[Observation], root: 
         kinds.setdefault(kind.digest, kind)
         kind_of.append(list(kinds).index(kind.digest))
     inside = [saved.storage for saved in root.inside]
-    outside = layer_kind(model, root.watcher.result(), held_elsewhere=inside)
+    outside = layer_kind(model, root.profiler.result(), held_elsewhere=inside)
     return Survey(found, tuple(kinds.values()), tuple(kind_of), outside, root.held())

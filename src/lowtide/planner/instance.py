@@ -6,7 +6,7 @@ from lowtide.planner.program import DONE, Program
 from lowtide.planner.rank import Storage
 from lowtide.planner.swapping import Swapped
 
-__all__ = ["Instance", "RepeatedCall", "RunningCall"]
+__all__ = ["Instance", "RunningCall"]
 
 
 class RunningCall:
@@ -24,16 +24,6 @@ class RunningCall:
         self.references = 1
         """Who holds the call: the layer while it runs, packs, and calls that were given what it made."""
         self.results: dict[int, Storage] | None = None
-
-
-class RepeatedCall:
-    """A call that is repeated from its node."""
-
-    __slots__ = ("pending", "result")
-
-    def __init__(self) -> None:
-        self.pending = 0
-        self.result: Storage | None = None
 
 
 class Instance:
@@ -82,7 +72,6 @@ class Instance:
         self.due: list[Swapped] = []
         """What starts to come back with the gradient of the part's output."""
         self.calls: dict[int, RunningCall] = {}
-        self.repeated: dict[int, RepeatedCall] = {}
         self.used: dict[int, Storage] = {}
         """What was rebuilt for a node that is not done yet."""
         self.input: Storage | None = None

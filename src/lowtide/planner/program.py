@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
-from lowtide.operators.from_nodes import from_nodes
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.limits import MINIMUM_BYTES
 from lowtide.trace.trace import Event, Part
 
 __all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "codes_of", "compile_part"]
 
-How: TypeAlias = Literal["nothing", "keep", "swap", "node", "output", "inside", "cast"]
-"""What becomes of a saved tensor. ``nothing``: it takes no memory, or a checkpoint forgets it. ``node``: rebuilt from
-what its autograd node saved. ``output`` and ``inside``: of a call that is repeated. ``cast``: of such an output."""
+How: TypeAlias = Literal["nothing", "keep", "swap", "output", "inside", "cast"]
+"""What becomes of a saved tensor. ``nothing``: it takes no memory, or a checkpoint forgets it. ``output``
+and ``inside``: of a call that is replayed. ``cast``: of such an output."""
 
 Code: TypeAlias = tuple[int, int]
 """An event: one of the numbers below, and the event's own number."""
@@ -51,8 +50,6 @@ class Action(NamedTuple):
     """Whether it is the last of its storage, and so the first that backward asks for."""
     notices: bool = False
     """Whether the runtime notices here that this operator is reached."""
-    operands: tuple[int, ...] = ()
-    """For ``node``: the packs of its node."""
     source: int = -1
     """For ``cast``: the storage that is cast."""
     kernel: int = -1
@@ -84,8 +81,6 @@ class Program:
     """Whether it keeps everything."""
     actions: tuple[Action, ...]
     captured: Mapping[int, CapturedCall]
-    nodes: Mapping[int, tuple[Code, ...]]
-    """The calls that are repeated from their nodes, and what they do."""
     forward: tuple[Code, ...]
     backward: tuple[Code, ...]
     again: tuple[Code, ...]
@@ -135,9 +130,8 @@ def compile_part(
         for name, decision in decisions.items()
         if isinstance(decision, Recompute) and name in facts and facts[name].repeatable
     )
-    by_node = from_nodes(part.packs, [(call.operator, call.reads) for call in part.calls], recomputed)
     makers, savers, bodies = _places(part.forward)
-    captured = _captured(part, recomputed - by_node, makers)
+    captured = _captured(part, recomputed, makers)
 
     def decide(number: int) -> Decision:
         pack = part.packs[number]
@@ -165,14 +159,8 @@ def compile_part(
         if isinstance(decision, Swap) and pack.value >= 0 and part.values[pack.value].size >= MINIMUM_BYTES:
             action = Action("swap", pack.value, swap=decision, last=last[pack.value] == number)
         elif isinstance(decision, Recompute) and pack.value >= 0:
-            if pack.owner in by_node:
-                maker = makers.get(pack.value, -1)
-                operands = _operands(part, maker, savers)
-                action = Action("node", pack.value, maker, operands=operands) if maker >= 0 else plain
-            else:
-                action = _rebuilt(part, number, makers, savers, captured) or plain
-        quick = isinstance(decision, Recompute) and pack.owner in by_node
-        notices = reached or (not isinstance(decision, Keep) and not quick)
+            action = _rebuilt(part, number, makers, savers, captured) or plain
+        notices = reached or not isinstance(decision, Keep)
         actions.append(action._replace(position=pack.position, notices=notices))
     idle = all(isinstance(decision, Keep) for decision in decided)
     if idle:  # nothing stands around its packs: the runtime notices where the layer ends
@@ -194,7 +182,6 @@ def compile_part(
         idle=idle,
         actions=tuple(actions),
         captured=calls,
-        nodes={action.call: bodies[action.call] for action in actions if action.how == "node"},
         forward=_trimmed(part, _letting_go(part), actions, captured, noticed),
         backward=_trimmed(part, _accumulating(part), actions, captured, noticed),
         again=(),
@@ -235,7 +222,6 @@ def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
         idle=False,
         actions=actions,
         captured={},
-        nodes={},
         forward=_trimmed(part, forward, actions, frozenset(), False),
         backward=_codes(part, _accumulating(part)),
         again=_trimmed(part, again, actions, frozenset(), False),
@@ -293,13 +279,6 @@ def _rebuilt(
         if len(sources) == 1:
             return Action("cast", pack.value, makers[sources[0]], source=sources[0], kernel=kernel)
     return None
-
-
-def _operands(part: Part, call: int, savers: Mapping[int, int]) -> tuple[int, ...]:
-    """The packs of a call's node, in the order in which the call was given them."""
-    inputs = part.calls[call].inputs if call >= 0 else ()
-    packs = [number for number, saver in savers.items() if saver == call]
-    return tuple(sorted(packs, key=lambda one: [*inputs, part.packs[one].value].index(part.packs[one].value)))
 
 
 def _wanted(

@@ -1,13 +1,13 @@
-"""Rebuild what was not kept: repeat captured calls, and calls whose nodes have saved all that they were given.
+"""Recompute what was not kept: replay captured calls.
 
-See [Note: rebuilding] in :mod:`lowtide.runtime.rebuild`, which does the same with tensors.
+See [Note: rebuilding] in :mod:`lowtide.runtime.captured_call`, which does the same with tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lowtide.planner.instance import Instance, RepeatedCall, RunningCall
+from lowtide.planner.instance import Instance, RunningCall
 from lowtide.planner.program import FREE, MAKE, RUN, SAVE, Code
 from lowtide.planner.rank import Rank, Storage
 from lowtide.planner.swapping import Swapping
@@ -24,25 +24,10 @@ class Rebuilding:
     def refer(self, instance: Instance, number: int) -> None:
         """A reference is saved in place of a tensor."""
         action = instance.program.actions[number]
-        if action.how == "node":
-            repeated = instance.repeated.get(action.call)
-            if repeated is None:
-                repeated = instance.repeated[action.call] = RepeatedCall()
-                for operand in action.operands:
-                    self._want(instance, operand)
-            repeated.pending += 1
-        elif action.how in ("output", "inside", "cast"):
+        if action.how in ("output", "inside", "cast"):
             call = instance.calls[action.call]
             call.pending += 1
             call.references += 1
-
-    def _want(self, instance: Instance, number: int) -> None:
-        """One more will ask for what stands in place of a saved tensor."""
-        action = instance.program.actions[number]
-        if action.how == "node":
-            instance.repeated[action.call].pending += 1
-        elif action.how in ("output", "inside", "cast"):
-            instance.calls[action.call].pending += 1
 
     def capture(self, instance: Instance, number: int) -> None:
         captured = instance.program.captured[number]
@@ -70,8 +55,6 @@ class Rebuilding:
     def rebuild(self, instance: Instance, number: int) -> Storage | None:
         """What was saved, made again if it is not there; held once more, for whoever asked."""
         action = instance.program.actions[number]
-        if action.how == "node":
-            return self._repeat_node(instance, number)
         if action.how not in ("output", "inside", "cast"):
             return None
         results = self._results(instance, action.call)
@@ -125,34 +108,6 @@ class Rebuilding:
         for other, _ in instance.program.captured[number].arguments:
             if other >= 0:
                 self.leave(instance, other)
-
-    def _repeat_node(self, instance: Instance, number: int) -> Storage | None:
-        action = instance.program.actions[number]
-        repeated = instance.repeated[action.call]
-        repeated.pending -= 1
-        result = repeated.result
-        if result is None:
-            given = []
-            for operand in action.operands:
-                if operand in instance.starts:
-                    self.swapping.start(instance.starts[operand])
-                swapped = instance.packs.get(operand)
-                if swapped is not None:
-                    self.swapping.use(swapped)
-                storage = self.rebuild(instance, operand)
-                if storage is not None:
-                    given.append(storage)
-            made = self._play_body(instance, instance.program.nodes[action.call], {action.value})
-            result = made.get(action.value)
-            self.rank.drop_all(given)
-            if result is not None and repeated.pending > 0:
-                result.count += 1
-                repeated.result = result
-        elif repeated.pending > 0:
-            result.count += 1
-        else:
-            repeated.result = None
-        return result
 
     def _play_body(self, instance: Instance, body: Sequence[Code], wanted: Iterable[int]) -> dict[int, Storage]:
         """Repeat a call. What it saves on its way lives until it has ended."""

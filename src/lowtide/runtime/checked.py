@@ -1,9 +1,8 @@
-"""Check while it runs: each tensor comes back with the bytes it left with, and is still whose it was when learnt."""
+"""Check while it runs: each tensor is reloaded or recomputed bitwise, and has the owner that its profile says."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,15 +11,14 @@ from torch import Tensor, nn
 from lowtide._torch_private import inner_tensor
 from lowtide.errors import VerificationError
 from lowtide.operators.calls import CallTracker
-from lowtide.operators.kept import Kept
 from lowtide.operators.kinds import LayerKind
-from lowtide.operators.observe import Watcher
-from lowtide.runtime.saved import Saved, unpack
+from lowtide.operators.observe import Profiler
+from lowtide.operators.saved import Kept, PackHook, Saved
 
 if TYPE_CHECKING:
     from lowtide.runtime.run import Run
 
-__all__ = ["LayerCheck", "bits", "checked", "checksum"]
+__all__ = ["LayerCheck", "bits", "checksum"]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -34,7 +32,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 class _Checked:
-    """A saved tensor that proves itself when it comes back."""
+    """A saved tensor that proves itself when it is unpacked."""
 
     __slots__ = ("checksum", "saved", "what")
 
@@ -43,37 +41,33 @@ class _Checked:
         self.checksum = checksum(tensor)
 
     def tensor(self) -> Tensor:
-        tensor = unpack(self.saved)
+        """The tensor; VerificationError if its bytes are not those that were saved."""
+        tensor = self.saved.tensor()
         if checksum(tensor) != self.checksum:
             raise VerificationError(f"{self.what} came back with other bytes than it left with")
         return tensor
 
 
-def checked(saved: Tensor | Saved, tensor: Tensor, number: int, where: str) -> Tensor | Saved:
-    """What is saved in place of a tensor, so that it proves itself when it comes back."""
-    if isinstance(saved, Tensor | Kept):
-        return saved  # it stays
-    return _Checked(saved, tensor, f"tensor {number} of {where}, of shape {tuple(tensor.shape)},")
-
-
 class LayerCheck:
-    """Watches a layer in every step, and compares with what was learnt."""
+    """Profiles a layer in every step, and compares with its profile."""
 
     def __init__(self, index: int, layer: nn.Module, kind: LayerKind) -> None:
         self.index, self.kind = index, kind
-        self.watcher = Watcher(layer)
-        self.tracker = CallTracker(layer, self.watcher)
+        self.profiler = Profiler(layer)
+        self.tracker = CallTracker(layer, self.profiler)
 
-    def packing(self, run: Run) -> Callable[[Tensor], Tensor | Saved]:
-        """What to save in place of a tensor, checked."""
+    def packing(self, run: Run) -> PackHook:
+        """As the run's own pack hook, with proof that what is unpacked is what was saved."""
 
-        def pack(tensor: Tensor) -> Tensor | Saved:
+        def pack(tensor: Tensor) -> Saved:
             number = run.number
             saved = run.pack(tensor)
-            self.watcher.pack(tensor)
+            self.profiler.pack(tensor)
             if number < len(self.kind.packs):
-                learnt, seen = self.kind.packs[number], self.watcher.packs[-1]
-                run.changed |= (learnt.source, learnt.owner) != (seen.source, seen.owner)
-            return checked(saved, tensor, number, f"layer {self.index}")
+                expected, seen = self.kind.packs[number], self.profiler.packs[-1]
+                run.changed |= (expected.source, expected.owner) != (seen.source, seen.owner)
+            if isinstance(saved, Kept):
+                return saved
+            return _Checked(saved, tensor, f"tensor {number} of layer {self.index}, of shape {tuple(tensor.shape)},")
 
         return pack

@@ -45,8 +45,9 @@ from lowtide.errors import RebuildError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.runtime.ambient import ambient
+from lowtide.runtime.captured_call import CapturedCall
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.rebuild import CapturedCall, Registry
+from lowtide.runtime.registry import Registry
 
 __all__ = ["Collectives", "keep_results"]
 
@@ -130,7 +131,7 @@ class _Issued(TorchFunctionMode):
             line = owner.ledger.line(owner.layer, wanted or _OTHER)
             call = CapturedCall(func, given[0].device, line, owner.ledger, ambient(()))  # it computes nothing
             call.collective = True
-            call.hold(args, kwargs, self.registry)
+            call.capture(args, kwargs, self.registry.hold)
         output = func(*args, **kwargs)
         with DisableTorchFunction():
             output = finish_collective(output)  # only then is its version what it stays
@@ -155,7 +156,7 @@ def _reissue_with_gradient_of(output: Any, calls: list[CapturedCall]) -> None:
     def reissue(_: Any) -> None:
         waiting, calls[:] = list(calls), []
         for call in waiting:
-            call.reissue()
+            call.replay()
 
     # Before the nodes that made the output, which is after hooks of the tensors: FSDP gathers parameters in such a one.
     for node in {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}:

@@ -20,29 +20,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from lowtide._torch_private import (
-    group_name_of,
-    is_collective,
-    is_dynamo_compiling,
     landed_tensor,
     storage_bytes,
     storage_key,
     subclass_wrapper,
-    without_graph,
 )
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
+from lowtide.operators.saved import Saved, kept_apart, unpack
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Decision, Keep, Policy, Recompute, ResolvedLayer
 from lowtide.policy.collectives import joined, with_collectives
 from lowtide.runtime.collectives import keep_results
 from lowtide.runtime.refuse import refuse_compilation
-from lowtide.runtime.saved import Saved, unpack
 
-__all__ = ["GatherAgain", "communicating", "decide_collectives", "warn_of_idle_settings"]
+__all__ = [
+    "GatherAgain",
+    "decide_collectives",
+    "keep_slice",
+    "keeping_collectives",
+    "tensor_parallel_group",
+    "warn_of_idle_settings",
+]
 
 
 def warn_of_idle_settings(policy: Policy) -> None:
@@ -69,90 +70,9 @@ def warn_of_idle_settings(policy: Policy) -> None:
         )
 
 
-def communicating(forward: Function, again: Function, layer: nn.Module, index: int, policy: Policy) -> Function:
-    """A layer that is recomputed as a whole, with its communication as the Policy says.
-
-    ``again`` is its forward as it is repeated in backward.
-    """
-    whole = recomputed(forward, again, layer)
-    if not policy.mp_comm_recompute:
-        whole = keeping_collectives(whole, again, layer, index)
-    if policy.recompute_slice_activation and policy.layers[index].boundary == Keep():
-        whole = keep_slice(whole, layer, index)
-    return whole
-
-
-def recomputed(forward: Function, again: Function, layer: nn.Module) -> Function:
-    """A layer that is recomputed as a whole, its collectives included."""
-    checkpointed = _Checkpointed(again, layer)
-
-    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return checkpointed(args, kwargs)
-
-    return whole
-
-
-class _Checkpointed:
-    """Runs a layer in torch's checkpoint. See [Note: where a recomputed layer stops]."""
-
-    def __init__(self, again: Function, layer: nn.Module) -> None:
-        self.again, self.layer = again, layer
-        self.early: bool | None = None
-        """Whether it may stop early; None until it has run among several ranks."""
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
-        early = self.early
-        if early is not None or not torch.is_grad_enabled() or not _several_ranks():
-            return checkpoint(
-                self.again, *args, use_reentrant=False, early_stop=early is not False, **settings, **kwargs
-            )
-        with _Groups() as groups:
-            output = checkpoint(self.again, *args, use_reentrant=False, early_stop=False, **settings, **kwargs)
-        self.early = may_stop_early(self.layer, groups.names)
-        return output
-
-
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def may_stop_early(layer: nn.Module, groups: frozenset[str]) -> bool:
-    """Whether a recomputed layer that issues collectives in ``groups`` may stop at the last tensor that it needs.
-
-    [Note: where a recomputed layer stops]
-    Torch's checkpoint stops a recomputation once it has all that was saved. Where that is depends on what the layer
-    saved, and so on this rank's control flow. Tensor-parallel ranks have the same tokens and stop at the same place.
-    Ranks that exchange tokens do not: one whose experts got none may have saved nothing after the exchange, stops
-    before it, and leaves the others waiting there. The same goes for modules inside the layer that gather their own
-    shards. Such layers run to their end.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    tensor = tensor_parallel_group(layer)
-    nested = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
-    return not nested and groups <= {tensor.group_name if tensor is not None else ""}
-
-
-class _Groups(TorchFunctionMode):
-    """Notes the groups in which functional collectives are issued."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: frozenset[str] = frozenset()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_collective(func):
-            self.names |= {group_name_of(args, kwargs or {}) or "unknown"}
-        return func(*args, **(kwargs or {}))
-
-
-def keeping_collectives(plain: Function, again: Function, layer: nn.Module, index: int) -> Function:
+def keeping_collectives(plain: Function, checkpointed: Callable[..., Any], layer: nn.Module, index: int) -> Function:
     """A layer that is recomputed as a whole but for its collectives, whose results are kept."""
     group = _Once(lambda: tensor_parallel_group(layer), "mp_comm_recompute", index)
-    checkpointed = _Checkpointed(again, layer)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         if group() is None:
@@ -235,9 +155,9 @@ def keep_slice(forward: Function, layer: nn.Module, index: int) -> Function:
             return forward(*args, **kwargs)
         key, known = storage_key(given[0]), {}
 
-        def pack(tensor: Tensor) -> Tensor | Saved:
+        def pack(tensor: Tensor) -> Saved:
             if storage_key(tensor) != key or not _can_be_sliced(tensor, ranks):
-                return without_graph(tensor)
+                return kept_apart(tensor)
             layout = tuple(tensor.shape)
             if layout not in known:  # one slice, however often it is saved
                 known[layout] = _Slice(tensor, ranks)

@@ -1,4 +1,4 @@
-"""Listen to single calls inside a layer: those of some leaf modules, and of some functions in some modules."""
+"""Intercept single calls inside a layer: those of some leaf modules, and of some functions in some modules."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def intercept(
     running: Callable[[], CapturingRun | None],
     wrappers: Wrappers,
 ) -> None:
-    """Send the calls at ``sites`` through whatever ``running()`` gives, while it gives something."""
+    """Send the calls at ``sites`` through the run that ``running()`` returns, while it returns one."""
     modules: dict[str, list[str]] = {}
     functions: dict[str, dict[Any, dict[int, str]]] = {}
-    for name, places in sites.items():
-        for site in places:
+    for name, calls in sites.items():
+        for site in calls:
             if site.function is None:
                 modules.setdefault(site.module, []).append(name)
             else:
@@ -67,20 +67,20 @@ def _module_call(
 def _functions(
     forward: Function, wanted: dict[Any, dict[int, str]], running: Callable[[], CapturingRun | None]
 ) -> Function:
-    """A module's forward in which some functions are listened for."""
+    """A module's forward in which some functions are intercepted."""
 
-    def listening(*args: Any, **kwargs: Any) -> Any:
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
         runner = running()
         if runner is None:
             return forward(*args, **kwargs)
         with _Functions(wanted, runner):
             return forward(*args, **kwargs)
 
-    return listening
+    return intercepted
 
 
 class _Functions(TorchFunctionMode):
-    """Sees every torch function; all but a few go straight on."""
+    """Sees every torch function; all but a few pass through."""
 
     def __init__(self, wanted: dict[Any, dict[int, str]], runner: CapturingRun) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = self.wanted.get(func)
-        if names is not None and not self.runner.paused:
+        if names is not None:
             turn = self.turns.get(func, 0)
             self.turns[func] = turn + 1
             name = names.get(turn)

@@ -11,10 +11,7 @@ import torch
 from lowtide.cost.stopwatch import moment, seconds_between
 from lowtide.runtime.host import HostBuffer
 
-__all__ = ["ROOT", "Ledger", "Line", "where"]
-
-ROOT = -1
-"""Stands where a layer's place does, for what is outside the layers."""
+__all__ = ["Ledger", "Line"]
 
 WAITING = 256
 """Timed events that wait for the device, at least, before those that it has reached are read."""
@@ -22,13 +19,8 @@ WAITING = 256
 Clock: TypeAlias = Literal["copy_seconds", "stall_seconds", "recompute_seconds"]
 
 
-def where(layer: int) -> str:
-    """A layer, or the root, in words."""
-    return "the root" if layer == ROOT else f"layer {layer}"
-
-
 class Line:
-    """The counts of one operator of one layer, or of the root."""
+    """The counts of one operator of one layer."""
 
     __slots__ = (
         "copy_seconds", "freed_bytes", "handed_back_bytes", "kept_bytes", "layer", "moved_bytes",
@@ -52,7 +44,7 @@ class Line:
     @property
     def whose(self) -> str:
         """The operator and where it is, in words."""
-        return f"{self.operator} of {where(self.layer)}"
+        return f"{self.operator} of layer {self.layer}"
 
     def keep(self, size: int, reason: str) -> None:
         """``size`` bytes that were to leave stay on the device."""

@@ -1,147 +1,139 @@
-"""Where a swapped tensor's bytes are while it is away: in host memory, or on disk."""
+"""Where an offloaded tensor's bytes are: in host memory, or on disk."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lowtide._torch_private import profiler_range
 from lowtide.runtime.disk import DiskFile, Extent, Task
 from lowtide.runtime.host import HostBuffer, HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.transfer import Copy, Transfer
 
-if TYPE_CHECKING:
-    from lowtide.runtime.swap import Swapped
-
 __all__ = ["DiskPlace", "HostPlace", "Link"]
 
 
 class Link:
-    """The way between one device and the host's memory. On the host itself a swap is a plain copy."""
+    """The link between one device and host memory. Between the host and itself a copy is synchronous."""
 
     def __init__(self, device: torch.device, pool: HostPool, ledger: Ledger) -> None:
         self.transfer = Transfer(device) if device.type != "cpu" else None
         self.pool, self.ledger = pool, ledger
 
     def settle(self) -> None:
-        """Wait for all copies, after one was interrupted: what it reads or writes may be let go then."""
+        """Wait for all copies, after one was interrupted: then what they read or write may be freed."""
         if self.transfer is not None:
             self.transfer.settle()
 
-    def copy_out(self, source: Tensor, buffer: HostBuffer, line: Line) -> Copy | None:
+    def offload(self, source: Tensor, buffer: HostBuffer, line: Line) -> Copy | None:
         """Copy ``source`` into a buffer."""
-        if self.transfer is None:
-            begin = perf_counter()
-            buffer.memory.copy_(source)
-            line.copy_seconds += perf_counter() - begin
-            return None
-        copy = self.transfer.copy_out(source, buffer.memory, buffer.available)
+        with profiler_range(f"lowtide::swap out {line.operator}"):
+            if self.transfer is None:
+                begin = perf_counter()
+                buffer.memory.copy_(source)
+                line.copy_seconds += perf_counter() - begin
+                return None
+            copy = self.transfer.offload(source, buffer.memory, buffer.available)
         buffer.available = copy.end
         self.ledger.took(line, "copy_seconds", copy.begin, copy.end)
         return copy
 
-    def wait_out(self, written: Copy | None) -> None:
-        """The computation, whose memory is let go, waits for a copy out."""
-        if written is not None:
-            written.computation.wait_event(written.end)
-
-    def copy_back(
+    def reload(
         self,
-        swapped: Swapped,
+        target: Tensor,
         buffer: HostBuffer,
+        line: Line,
         written: Copy | None,
         ready: tuple[torch.Stream, torch.Event] | None = None,
-    ) -> None:
-        """Copy a buffer into ``swapped.target``."""
-        assert swapped.target is not None
-        if self.transfer is None:
-            begin = perf_counter()
-            swapped.target.copy_(buffer.memory)
-            swapped.line.copy_seconds += perf_counter() - begin
-            return
-        event = written.end if written is not None else None
-        copy = self.transfer.copy_back(buffer.memory, swapped.target, event, ready)
+    ) -> Copy | None:
+        """Copy a buffer into ``target``."""
+        with profiler_range(f"lowtide::swap in {line.operator}"):
+            if self.transfer is None:
+                begin = perf_counter()
+                target.copy_(buffer.memory)
+                line.copy_seconds += perf_counter() - begin
+                return None
+            event = written.end if written is not None else None
+            copy = self.transfer.reload(buffer.memory, target, event, ready)
         buffer.available = copy.end
-        self.ledger.took(swapped.line, "copy_seconds", copy.begin, copy.end)
-        swapped.back = copy
+        self.ledger.took(line, "copy_seconds", copy.begin, copy.end)
+        return copy
 
-    def wait_back(self, swapped: Swapped) -> None:
-        """The stream that is about to use the target waits for the copy back."""
-        back = swapped.back
-        if back is None:
+    def wait_reload(self, copy: Copy | None, target: Tensor, line: Line) -> None:
+        """The stream that is about to use the target waits for its copy."""
+        if copy is None:
             return
         assert self.transfer is not None
-        user = self.transfer.computation()
-        if user in back.awaited:
+        user = self.transfer.compute()
+        if user in copy.awaited:
             return
-        if not back.awaited:
+        if not copy.awaited:
             arrived = torch.Event(self.transfer.device, enable_timing=True)
             arrived.record(user)
-            self.ledger.took(swapped.line, "stall_seconds", arrived, back.end)
-        user.wait_event(back.end)
-        back.awaited.append(user)
-        if user != back.computation:
-            assert swapped.target is not None
-            back.computation.wait_event(back.end)
-            swapped.target.record_stream(user)
-
-    def let_go(self, swapped: Swapped) -> None:
-        """The computation, whose memory the target is, waits for the copy back if nobody has."""
-        back, swapped.back = swapped.back, None
-        if back is not None and not back.awaited:
-            back.computation.wait_event(back.end)
+            self.ledger.took(line, "stall_seconds", arrived, copy.end)
+        user.wait_event(copy.end)
+        copy.awaited.append(user)
+        if user != copy.compute:
+            copy.compute.wait_event(copy.end)
+            target.record_stream(user)
 
 
 class HostPlace:
     """A buffer of host memory."""
 
-    __slots__ = ("buffer", "line", "link", "written")
+    __slots__ = ("buffer", "line", "link", "reloading", "written")
 
     def __init__(self, link: Link, source: Tensor, buffer: HostBuffer, line: Line) -> None:
-        self.link, self.buffer, self.line = link, buffer, line
-        self.written = link.copy_out(source, buffer, line)
+        self.link, self.line = link, line
+        self.buffer: HostBuffer | None = buffer
+        self.written = link.offload(source, buffer, line)
+        self.reloading: Copy | None = None
 
-    def wait_out(self) -> None:
-        """The computation waits for the copy out."""
-        self.link.wait_out(self.written)
+    def wait_offload(self) -> None:
+        """The compute stream, whose memory is about to be freed, waits for the offload."""
+        if self.written is not None:
+            self.written.compute.wait_event(self.written.end)
 
-    def bring_back(self, swapped: Swapped) -> None:
-        """Start the copy back into ``swapped.target``."""
-        self.link.copy_back(swapped, self.buffer, self.written)
+    def reload(self, target: Tensor) -> None:
+        """Start the copy into ``target``."""
+        assert self.buffer is not None
+        self.reloading = self.link.reload(target, self.buffer, self.line, self.written)
 
-    def wait_back(self, swapped: Swapped) -> None:
-        """The stream that is about to use the target waits for the copy back."""
-        self.link.wait_back(swapped)
+    def wait_reload(self, target: Tensor) -> None:
+        """The stream that is about to use ``target`` waits for the reload."""
+        self.link.wait_reload(self.reloading, target, self.line)
 
-    def let_go(self, swapped: Swapped) -> None:
-        """The target is about to be let go."""
-        self.link.let_go(swapped)
+    def forget_reload(self) -> None:
+        """The reload's target is about to be freed: the compute stream waits for the copy, if no stream has."""
+        copy, self.reloading = self.reloading, None
+        if copy is not None and not copy.awaited:
+            copy.compute.wait_event(copy.end)
 
     def close(self) -> None:
         """Give the buffer back."""
-        self.line.stash.append(self.buffer)
+        if self.buffer is not None:
+            self.line.stash.append(self.buffer)
 
 
-class DiskPlace:
-    """A piece of the disk's file; on its way there and back the bytes pass through a buffer of host memory."""
+class DiskPlace(HostPlace):
+    """An extent of the disk's file; on the way there and back the bytes pass through a buffer of host memory."""
 
-    __slots__ = ("buffer", "disk", "extent", "line", "link", "reading", "writing", "written")
+    __slots__ = ("disk", "extent", "reading", "writing")
 
     def __init__(
         self, link: Link, source: Tensor, buffer: HostBuffer, line: Line, disk: DiskFile, extent: Extent
     ) -> None:
-        self.link, self.line, self.disk, self.extent = link, line, disk, extent
-        self.buffer: HostBuffer | None = buffer
-        self.written = link.copy_out(source, buffer, line)
+        super().__init__(link, source, buffer, line)
+        self.disk, self.extent = disk, extent
         self.writing = disk.submit(self._write, buffer)
         self.reading: Task | None = None
 
     def _write(self, buffer: HostBuffer) -> None:
-        """On a thread of the disk: write, and give the buffer back."""
+        """On a disk thread: write, and give the buffer back."""
         if self.written is not None:
             self.written.end.synchronize()
         try:
@@ -152,47 +144,43 @@ class DiskPlace:
         self.buffer = None
         self.line.stash.append(buffer)
 
-    def wait_out(self) -> None:
-        """The computation waits for the copy out; the write to disk goes on by itself."""
-        self.link.wait_out(self.written)
-
-    def bring_back(self, swapped: Swapped) -> None:
-        """Start reading into ``swapped.target``."""
+    def reload(self, target: Tensor) -> None:
+        """Start reading into ``target``."""
         transfer = self.link.transfer
         ready = None
         if transfer is not None:
-            computation = transfer.computation()
-            ready = computation, computation.record_event()
-        self.reading = self.disk.submit(self._read, swapped, ready)
+            compute = transfer.compute()
+            ready = compute, compute.record_event()
+        self.reading = self.disk.submit(self._read, target, ready)
 
-    def _read(self, swapped: Swapped, ready: tuple[torch.Stream, torch.Event] | None) -> None:
-        """On a thread of the disk."""
+    def _read(self, target: Tensor, ready: tuple[torch.Stream, torch.Event] | None) -> None:
+        """On a disk thread."""
         self.writing.wait()
         if self.buffer is not None:
-            self.link.copy_back(swapped, self.buffer, self.written, ready)
+            self.reloading = self.link.reload(target, self.buffer, self.line, self.written, ready)
             return
         size, stash = self.extent.size, self.line.stash
-        buffer = self.link.pool.get(stash, swapped.shape, swapped.dtype, size)
+        buffer = self.link.pool.get(stash, target.shape, target.dtype, size)
         pooled = buffer is not None
-        if buffer is None:  # the limit is reached; two threads read, so at most two of these are about
+        if buffer is None:  # the limit is reached; two threads read, so at most two of these exist
             buffer = HostBuffer(torch.empty(size, dtype=torch.uint8, device="cpu"))
-            buffer.shape_as(swapped.shape, swapped.dtype)
+            buffer.shape_as(target.shape, target.dtype)
         if buffer.available is not None:
             buffer.available.synchronize()
         self.disk.read(buffer, self.extent)
-        self.link.copy_back(swapped, buffer, None, ready)
+        self.reloading = self.link.reload(target, buffer, self.line, None, ready)
         if pooled:
             stash.append(buffer)
 
-    def wait_back(self, swapped: Swapped) -> None:
+    def wait_reload(self, target: Tensor) -> None:
         """Wait for the disk, then as for a buffer."""
         self._finish()
-        self.link.wait_back(swapped)
+        super().wait_reload(target)
 
-    def let_go(self, swapped: Swapped) -> None:
+    def forget_reload(self) -> None:
         """Wait for the disk, then as for a buffer."""
         self._finish()
-        self.link.let_go(swapped)
+        super().forget_reload()
 
     def _finish(self) -> None:
         reading = self.reading
@@ -206,15 +194,14 @@ class DiskPlace:
             self.line.stall_seconds += perf_counter() - begin
 
     def close(self) -> None:
-        """Give the space back when the disk is done with it."""
+        """Give the extent back when the disk is done with it."""
         if self.writing.over:
             self._closed()
         else:
             self.disk.submit(self._closed)
 
     def _closed(self) -> None:
-        with suppress(Exception):  # its bytes are not wanted any more
+        with suppress(Exception):  # its bytes are not needed any more
             self.writing.wait()
-        if self.buffer is not None:
-            self.line.stash.append(self.buffer)
+        super().close()
         self.disk.release(self.extent)

@@ -1,4 +1,4 @@
-"""The random numbers that a call may draw: torch's, and for code of the user's own also Python's and numpy's."""
+"""Snapshots of random state: torch's generators, and Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -12,78 +12,67 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide._torch_private import current_accelerator
 
-__all__ = ["HostRandom", "RandomState", "is_accelerator_used", "is_generator"]
+__all__ = ["HostRandom", "ProcessRandom", "RandomState", "default_generators", "is_accelerator_used", "is_generator"]
 
 
 class RandomState:
-    """The state of torch's random numbers before a call: the host's, those of the devices of the tensors that it was
-    given, or the accelerator's if they are all on the host, and of the generators that it may draw from."""
+    """The states of some generators."""
 
-    __slots__ = ("devices", "generators", "host", "kind", "states")
+    __slots__ = ("states",)
 
-    def __init__(self, given: list[Tensor], generators: Iterable[Any] = ()) -> None:
-        self.host = torch.get_rng_state()
-        self.kind = "cuda"
-        self.devices: list[int] = []
-        self.states: list[Tensor] = []
-        if not all(tensor.is_cpu for tensor in given):
-            self.devices, self.states = get_device_states(*given)
-            self.kind = next(tensor.device.type for tensor in given if not tensor.is_cpu)
-        elif (accelerator := _accelerator()) is not None:  # the call may move them there itself
-            self.kind, self.devices = accelerator, [torch.accelerator.current_device_index()]
-            self.states = self._now()
-        self.generators = [(one, _state_of(one)) for one in generators]
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self.states = [(one, _state_of(one)) for one in generators]
 
     def moved(self) -> bool:
         """Whether random numbers have been drawn since."""
-        return not (
-            torch.equal(self.host, torch.get_rng_state())
-            and all(map(torch.equal, self.states, self._now()))
-            and all(_equal(state, _state_of(one)) for one, state in self.generators)
-        )
+        return not all(_equal(state, _state_of(one)) for one, state in self.states)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        for one, state in self.states:
+            _set_state(one, state)
+
+    def put_back(self) -> Callable[[], None]:
+        """Set the generators back; what is returned sets them to where they are now."""
+        now = RandomState(one for one, _ in self.states)
+        try:
+            self.restore()
+        except BaseException:
+            now.restore()
+            raise
+        return now.restore
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The random numbers as they were; afterwards they go on from where they are now."""
+        """Set the generators back while this context lasts."""
         undo = self.put_back()
         try:
             yield
         finally:
             undo()
 
-    def put_back(self) -> Callable[[], None]:
-        """As :meth:`restored`, which costs more than this where an exception ends it; to be undone by what is given."""
-        host, states = torch.get_rng_state(), self._now()
-        now = [(one, _state_of(one)) for one, _ in self.generators]
 
-        def undo() -> None:
-            self._set(host, states, now)
+def default_generators(given: Iterable[Any] = ()) -> list[torch.Generator]:
+    """Torch's own generators: the host's, the current device's, and those of the tensors and devices ``given``.
 
-        try:
-            self._set(self.host, self.states, self.generators)
-        except BaseException:
-            undo()
-            raise
-        return undo
-
-    def _set(self, host: Tensor, states: list[Tensor], generators: list[tuple[Any, Any]]) -> None:
-        torch.set_rng_state(host)
-        if self.devices:
-            set_device_states(self.devices, states, device_type=self.kind)
-        for one, state in generators:
-            _set_state(one, state)
-
-    def _now(self) -> list[Tensor]:
-        module = torch.get_device_module(self.kind) if self.devices else None
-        return [module.get_rng_state(device) for device in self.devices] if module is not None else []
+    None of a device that this process has not begun to use: asking for its generator would begin that.
+    """
+    found = [torch.default_generator]
+    kind = _accelerator()
+    if kind is not None:
+        of_devices = getattr(torch.get_device_module(kind), "default_generators", ())
+        devices = [one if type(one) is torch.device else one.device for one in given]
+        indices = {one.index for one in devices if one.type == kind and one.index is not None}
+        indices.add(torch.accelerator.current_device_index())
+        found += [of_devices[index] for index in sorted(indices) if index < len(of_devices)]
+    return found
 
 
 def _accelerator() -> str | None:
-    """The kind of the accelerator, if this process has begun to use it; asking it for numbers would begin that."""
+    """The kind of the accelerator, if this process has begun to use it."""
     device: torch.device | None = current_accelerator()
     return device.type if device is not None and _begun(device.type)() else None
 
@@ -120,6 +109,24 @@ def _set_state(generator: Any, state: Any) -> None:
 
 def _equal(first: Any, second: Any) -> bool:
     return torch.equal(first, second) if isinstance(first, Tensor) else str(first) == str(second)
+
+
+class ProcessRandom:
+    """All random state of a process that a step may draw from: torch's on all devices, Python's and numpy's."""
+
+    __slots__ = ("host", "torch")
+
+    def __init__(self) -> None:
+        devices: list[torch.device] = []
+        kind = _accelerator()
+        if kind is not None:
+            devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+        self.torch, self.host = RandomState(default_generators(devices)), HostRandom()
+
+    def restore(self) -> None:
+        """Set everything back."""
+        self.torch.restore()
+        self.host.set()
 
 
 class HostRandom:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowtide.operators.effect import freed_by_recompute
 from lowtide.operators.kinds import LayerKind
 from lowtide.policy import Policy, Recompute, Resolution, Setting, format_layers
-from lowtide.runtime.ledger import ROOT, Ledger, Line
+from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import BOUNDARY, WHOLE
 from lowtide.units import format_bytes, format_seconds
 
@@ -164,26 +164,25 @@ def _operator(line: Line) -> OperatorReceipt:
 
 
 def _setting(setting: Setting, kinds: Mapping[int, LayerKind | None], ledger: Ledger) -> SettingReceipt:
-    places = setting.layers or (ROOT,)
+    layers = setting.layers
     if setting.setting == WHOLE and setting.action == "recompute":
         named: tuple[str, ...] = (WHOLE, *setting.decided)
     else:
         named = setting.decided or ((BOUNDARY,) if not setting.operators else ())
-    lines = [ledger.lines[key] for key in ((i, name) for i in places for name in named) if key in ledger.lines]
+    lines = [ledger.lines[key] for key in ((i, name) for i in layers for name in named) if key in ledger.lines]
     notes = list(_notes(lines))
     back = sum(line.handed_back_bytes for line in lines)
     if back:
         notes.append(f"{format_bytes(back)} still on the device when backward asked for it")
     freed: int | None = sum(line.freed_bytes for line in lines)
-    kinds_there = [kind for index in places if (kind := kinds.get(index)) is not None]
-    known = len(kinds_there) == len(places)
+    kinds_there = [kind for index in layers if (kind := kinds.get(index)) is not None]
+    known = len(kinds_there) == len(layers)
     recomputed = setting.action == "recompute"
     if recomputed:
         freed = sum(freed_by_recompute(kind, setting.decided) for kind in kinds_there) if known else None
     if known and setting.decided:
         if not any(one.owned for kind in kinds_there for one in kind.operators if one.name in setting.decided):
-            outside = " outside the layers" if ROOT in places else ""
-            notes.append(f"no effect: nothing of it is saved for backward{outside}")
+            notes.append("no effect: nothing of it is saved for backward")
         elif recomputed and freed is not None and freed <= 0:
             notes.append("no effect: what it is rebuilt from is as large as what it holds")
     return SettingReceipt(

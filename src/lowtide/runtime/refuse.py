@@ -6,8 +6,7 @@ import warnings
 
 from lowtide._torch_private import under_compilation
 from lowtide.errors import PolicyError
-from lowtide.operators.kept import hooks_of_others
-from lowtide.runtime.ledger import where
+from lowtide.operators.saved import foreign_pack_hook
 
 __all__ = ["is_left_alone", "refuse_compilation", "refuse_compiled_function"]
 
@@ -16,7 +15,7 @@ def refuse_compilation(index: int) -> None:
     """Raise if the layer is being compiled, or runs as a part of something that is."""
     if under_compilation():
         raise PolicyError(
-            f"{where(index)} runs inside torch.compile, where single operators cannot be decided and nothing can be"
+            f"layer {index} runs inside torch.compile, where single operators cannot be decided and nothing can be"
             " swapped; recompute the layer as a whole, or compile its layers first and then apply a Policy that swaps"
             " whole layers"
         )
@@ -30,15 +29,15 @@ def refuse_compiled_function(index: int) -> None:
     """
     if under_compilation():
         raise PolicyError(
-            f"{where(index)} calls torch.cond, or a function that torch.compile has compiled: its operators cannot be"
+            f"layer {index} calls torch.cond, or a function that torch.compile has compiled: its operators cannot be"
             " decided and its tensors cannot be swapped; recompute the layer as a whole with lowtide.apply, or do not"
             " compile that function"
         )
 
 
 def is_left_alone() -> bool:
-    """Whether a layer that begins now is left to hooks of others; said once. See [Note: hooks of others]."""
-    pack = hooks_of_others()
+    """Whether a layer that begins now is left to hooks of others; said once. See [Note: other code's hooks]."""
+    pack = foreign_pack_hook()
     if pack is None:
         return False
     whose = getattr(pack, "__module__", "?")

@@ -1,26 +1,27 @@
-"""Copies between a device and its host, beside the computation.
+"""Copies between a device and its host, overlapped with compute.
 
 [Note: ordering]
-One stream takes tensors out, one brings them back; the computation's stream is asked for at every use, since inside a
-stream's context it would be the copy's own. The edges, each of which was somebody's silent corruption:
+One stream offloads tensors, one reloads them; the compute stream is asked for at every use, since inside a stream
+context it would be the copy's own. The edges, each of which was a silent corruption in some library:
 
-- A copy out waits for the computation, which has just written the tensor, and for the copy that last read its buffer.
-- The tensor's memory is let go only after the computation waits for the copy out. From then on whatever takes the
-  memory next, on the computation's stream, comes after the copy.
-- A copy back waits for that buffer's copy out, and for the computation: its target is allocated on the computation's
-  stream, from memory that earlier kernels may still be using.
-- Whoever uses the target waits for the copy back first, on the stream it runs on. A target that nobody used is let go
-  only after the computation waits for the copy as well.
-- Memory goes back to the stream that it was allocated on. A graph can end anywhere, in another stream's context or on
-  another thread, so each copy knows the stream that computed when it was issued, and that is the one that waits. A
-  target that is used on yet another stream is recorded there: the one place where there is no other way.
-- A buffer is used again when the copy that read it is done; the next copy out waits for that on its own stream.
+- An offload waits for the compute stream, which has just written the tensor, and for the copy that last read its
+  buffer.
+- The tensor's device memory is freed only after the compute stream waits for the offload. From then on whatever takes
+  the memory next, on the compute stream, comes after the copy.
+- A reload waits for that buffer's offload, and for the compute stream: its target is allocated on the compute stream,
+  from memory that earlier kernels may still be using.
+- Any stream that uses the target waits for the reload first. A target that was never used is freed only after the
+  compute stream waits for the copy as well.
+- Memory goes back to the stream that it was allocated on. A graph can be freed anywhere, in another stream's context or
+  on another thread, so each copy knows the compute stream at the time it was issued, and that is the one that waits. A
+  target that is used on yet another stream is recorded there: the one case where nothing else helps.
+- A buffer is reused when the copy that read it is done; the next offload waits for that on its own stream.
 
-All of these are waits of one stream for another. The host waits for nothing, asks for no event's state, and so the
-memory does not depend on how fast the host is.
+All of these are waits of one stream for another. The host waits for nothing and queries no event, so the memory does
+not depend on how fast the host is.
 
 A stream remembers the one it replaced in itself, for all threads. The disk's threads copy as well, so only one thread
-at a time is inside a copy's stream: a computation must not find itself on another's stream afterwards.
+at a time is inside a copy stream: compute must not find itself on another thread's stream afterwards.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ __all__ = ["Copy", "Transfer"]
 
 
 class Copy:
-    """A copy under way."""
+    """A copy that was issued."""
 
-    __slots__ = ("awaited", "begin", "computation", "end")
+    __slots__ = ("awaited", "begin", "compute", "end")
 
-    def __init__(self, begin: torch.Event, end: torch.Event, computation: torch.Stream) -> None:
+    def __init__(self, begin: torch.Event, end: torch.Event, compute: torch.Stream) -> None:
         self.begin, self.end = begin, end
-        self.computation = computation
+        self.compute = compute
         """The stream whose device memory it reads or writes."""
         self.awaited: list[torch.Stream] = []
-        """The streams that come after it."""
+        """The streams that have waited for it."""
 
 
 class Transfer:
@@ -55,23 +56,23 @@ class Transfer:
         self.lock = threading.Lock()
 
     def settle(self) -> None:
-        """Wait for all copies: one was interrupted, and nobody knows whether it is under way."""
+        """Wait for all copies: one was interrupted, and may or may not have been issued."""
         self.outward.synchronize()
         self.inward.synchronize()
 
-    def computation(self) -> torch.Stream:
-        """The stream that computes now."""
+    def compute(self) -> torch.Stream:
+        """The current compute stream."""
         return torch.accelerator.current_stream(self.device)
 
-    def copy_out(self, source: Tensor, target: Tensor, available: torch.Event | None) -> Copy:
+    def offload(self, source: Tensor, target: Tensor, available: torch.Event | None) -> Copy:
         """Copy ``source`` to the host. ``available`` is the copy that read the target's buffer last."""
-        computation = self.computation()
-        self.outward.wait_stream(computation)
+        compute = self.compute()
+        self.outward.wait_stream(compute)
         if available is not None:
             self.outward.wait_event(available)
-        return self._copy(self.outward, source, target, computation)
+        return self._copy(self.outward, source, target, compute)
 
-    def copy_back(
+    def reload(
         self,
         source: Tensor,
         target: Tensor,
@@ -80,22 +81,22 @@ class Transfer:
     ) -> Copy:
         """Copy ``source`` to the device. ``written`` is the copy that filled the source's buffer.
 
-        ``ready`` is the computation and where it stood when the target was allocated, if that was on another thread.
+        ``ready`` is the compute stream and an event after the target's allocation, if that was on another thread.
         """
         if ready is None:
-            computation = self.computation()
-            self.inward.wait_stream(computation)
+            compute = self.compute()
+            self.inward.wait_stream(compute)
         else:
-            computation, stood = ready
-            self.inward.wait_event(stood)
+            compute, allocated = ready
+            self.inward.wait_event(allocated)
         if written is not None:
             self.inward.wait_event(written)
-        return self._copy(self.inward, source, target, computation)
+        return self._copy(self.inward, source, target, compute)
 
-    def _copy(self, stream: torch.Stream, source: Tensor, target: Tensor, computation: torch.Stream) -> Copy:
+    def _copy(self, stream: torch.Stream, source: Tensor, target: Tensor, compute: torch.Stream) -> Copy:
         begin, end = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
         with self.lock, stream:
             begin.record(stream)
             target.copy_(source, non_blocking=True)
             end.record(stream)
-        return Copy(begin, end, computation)
+        return Copy(begin, end, compute)

@@ -12,9 +12,11 @@ from lowtide.errors import VerificationError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.policy import Policy
-from lowtide.runtime.apply import Structure, apply
+from lowtide.runtime.apply import apply
 from lowtide.runtime.checked import bits
+from lowtide.runtime.follower import Structure
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.randomness import ProcessRandom
 from lowtide.runtime.receipt import Receipt
 
 __all__ = ["Verification", "verify"]
@@ -62,7 +64,7 @@ def verify(
                     different += [
                         f"{name} in step {step}" for name in values if not _same(values[name], found.get(name))
                     ]
-                known, receipt = handle.kinds, handle.receipt()
+                known, receipt = handle.profiles, handle.receipt()
             finally:
                 handle.remove()
     finally:
@@ -79,10 +81,7 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self.gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self.host = torch.get_rng_state()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self.module: Any = getattr(torch, accelerator.type, None) if accelerator is not None else None
-        self.device = self.module.get_rng_state() if self.module is not None else None
+        self.random = ProcessRandom()
 
     def begin(self) -> None:
         """As it was, without gradients."""
@@ -97,9 +96,7 @@ class _State:
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
-        torch.set_rng_state(self.host)
-        if self.module is not None:
-            self.module.set_rng_state(self.device)
+        self.random.restore()
 
 
 def _step(

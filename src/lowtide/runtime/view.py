@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import inner_tensor, landed_tensor, subclass_wrapper
+from lowtide._torch_private import Subclass, inner_tensor, landed_tensor, subclass_wrapper
+from lowtide.operators.saved import Saved
 
-__all__ = ["View", "as_stored"]
+__all__ = ["SavedParts", "View", "as_stored"]
 
 
 def as_stored(tensor: Tensor) -> Tensor:
@@ -54,3 +55,16 @@ class View(NamedTuple):
         if self.negative:
             part = torch._neg_view(part)
         return part if self.wrap is None else self.wrap(part)
+
+
+class SavedParts:
+    """A tensor subclass, such as a DTensor, whose plain tensors are saved one by one."""
+
+    __slots__ = ("parts", "subclass")
+
+    def __init__(self, subclass: Subclass, parts: Mapping[str, Saved]) -> None:
+        self.subclass, self.parts = subclass._replace(tensors={}), parts
+
+    def tensor(self) -> Tensor:
+        """The subclass, put together again."""
+        return self.subclass.rebuilt({name: part.tensor() for name, part in self.parts.items()})

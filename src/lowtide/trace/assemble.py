@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private import storage_bytes, storage_key
-from lowtide.operators import observe
+from lowtide.operators import observation
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.families import aliases_of
 from lowtide.operators.kinds import LayerKind
@@ -235,7 +235,7 @@ class _Cut:
         return [
             Pack(
                 numbers.values.get(number, -1), found.pack.operator, found.pack.owner, found.pack.source,
-                found.position, found.pack.movable, found.pack.cast, found.pack.by_node,
+                found.position, found.pack.movable, found.pack.cast,
             )
             if found is not None
             else Pack(numbers.values.get(number, -1), operator, "", "root" if number >= 0 else "static", 0, movable)
@@ -246,7 +246,7 @@ class _Cut:
 class _Known(NamedTuple):
     """What the survey knows of a tensor that is saved."""
 
-    pack: observe.Pack
+    pack: observation.Pack
     position: int
 
 

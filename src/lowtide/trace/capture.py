@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lowtide._torch_private import FakeTensorMode, inner_tensor, storage_key
 from lowtide.errors import TraceError
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.kept import Hold, kept_apart
 from lowtide.operators.layers import find_layers
+from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
 from lowtide.trace.in_place import change_in_place
@@ -100,7 +100,7 @@ class _Runs:
             del loss
         return recorder
 
-    def whole(self, hold: Hold, *, timed: bool = False) -> Recorder:
+    def whole(self, hold: PackHook, *, timed: bool = False) -> Recorder:
         """A forward and a backward, and the optimizer's step."""
         recorder = Recorder(len(self.layers), hold=hold, device=self.device, timed=timed)
         with self._recorded(recorder):

@@ -49,7 +49,7 @@ from lowtide.cost.shape import shape_text
 from lowtide.cost.stopwatch import seconds_between
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.formulas import Formulas, has_two_formulas
-from lowtide.operators.kept import Held, Hold, kept_apart
+from lowtide.operators.saved import PackHook, Saved, kept_apart
 from lowtide.operators.wrappers import take_back
 from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self,
         parts: int,
         *,
-        hold: Hold | None,
+        hold: PackHook | None,
         written: Callable[[list[Tensor]], None] = lambda tensors: None,
         device: str = "cpu",
         timed: bool = False,
@@ -505,7 +505,7 @@ class _Imagined(NamedTuple):
         return self.make()
 
 
-def imagined(tensor: Tensor) -> Held:
+def imagined(tensor: Tensor) -> Saved:
     """Hold only the form of a fake tensor."""
     whole: Subclass | None = taken_apart(tensor)
     if whole is not None:

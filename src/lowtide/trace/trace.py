@@ -159,8 +159,6 @@ class Pack(NamedTuple):
     """False for integers and booleans, which are always kept."""
     cast: bool = False
     """Whether it is a cast of the owner's value."""
-    by_node: bool = False
-    """Whether it can be rebuilt from what its autograd node saved, with no call captured."""
 
 
 class Static(NamedTuple):

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from lowtide.adaptive.agreement import Agreement
 from lowtide.errors import CheckpointError
-from lowtide.runtime.agreement import Agreement
 from lowtide.train.commit import (
     Marker,
     checkpoints_in,

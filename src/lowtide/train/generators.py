@@ -10,30 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.runtime.randomness import HostRandom, default_generators
+
 __all__ = ["capture", "reseed", "restore"]
 
 
 def capture() -> Tensor:
-    """The state of this process's generators (torch on the CPU and the device, Python, numpy) as bytes in a tensor."""
-    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    if (device := _device_module()) is not None:
-        states["device"] = device.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
+    """The random state of this process (torch on the host and the device, Python, numpy) as bytes in a tensor."""
+    host = HostRandom()
+    states = {
+        "torch": [one.get_state() for one in default_generators()],
+        "python": host.python,
+        "numpy": None if host.numpy is None else _plain(host.numpy),
+    }
     buffer = io.BytesIO()
     torch.save(states, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def restore(captured: Tensor) -> None:
-    """Set the generators as they were. One that this process does not have is left out."""
+    """Set the generators back. One that this process does not have is left out."""
     states = torch.load(io.BytesIO(captured.cpu().numpy().tobytes()), weights_only=True)
-    torch.set_rng_state(states["cpu"])
+    for generator, state in zip(default_generators(), states["torch"], strict=False):
+        generator.set_state(state)
     random.setstate(states["python"])
-    if "device" in states and (device := _device_module()) is not None:
-        device.set_rng_state(states["device"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+    if states["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(states["numpy"])
 
 
@@ -45,8 +46,8 @@ def reseed(seed: int) -> None:
         numpy.random.seed(seed % (1 << 32))
 
 
-def _device_module() -> Any:
-    if not torch.accelerator.is_available():
-        return None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None else torch.get_device_module(accelerator)
+def _plain(state: Any) -> Any:
+    """A state of numpy's without its arrays, which a checkpoint does not hold."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state

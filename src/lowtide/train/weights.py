@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lowtide._torch_private import inner_tensor, storage_key
+from lowtide.adaptive.agreement import Agreement
 from lowtide.errors import CheckpointError
-from lowtide.runtime.agreement import Agreement
 from lowtide.train.checkpoint import cause_of, stored_in
 from lowtide.train.commit import checkpoints_in, damage_of, is_committed, read_marker, share_of
 from lowtide.train.state import MODEL, Stored, model_tensors, problems_between

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.adaptive.counts import Counts
-from lowtide.adaptive.handles import Book
-from lowtide.runtime.saved import unpack
+from lowtide.adaptive.offload import SavedStorages
+from lowtide.operators.saved import unpack
 
 
 @pytest.fixture
-def book() -> Iterator[Book]:
-    book = Book(1024, Counts())
-    with saved_tensors_hooks(book.keep, unpack):
-        yield book
+def storages() -> Iterator[SavedStorages]:
+    storages = SavedStorages(1024, Counts())
+    with saved_tensors_hooks(storages.pack, unpack):
+        yield storages
 
 
 def allocated() -> int:
@@ -30,48 +30,48 @@ def leaf(rows: int = 64) -> Tensor:
     return torch.randn(rows, 32, device="tide", requires_grad=True)
 
 
-def test_a_storage_that_left_is_free_and_comes_back_as_it_was(book: Book) -> None:
+def test_a_storage_that_left_is_free_and_comes_back_as_it_was(storages: SavedStorages) -> None:
     x = leaf()
     middle = x.exp()
     saved = middle.detach().cpu()
     y = middle.sum()
     del middle
     before = allocated()
-    assert book.evict(1) == saved.nbytes
+    assert storages.evict(1) == saved.nbytes
     assert allocated() == before - saved.nbytes
     y.backward()
     assert x.grad is not None
     assert torch.equal(x.grad.cpu(), saved)
-    assert not book.here
+    assert not storages.known
 
 
-def test_what_somebody_else_holds_stays(book: Book) -> None:
+def test_what_somebody_else_holds_stays(storages: SavedStorages) -> None:
     x = leaf()
     middle = x.exp()
     y = middle.sum()
-    assert book.evict(1) == 0
+    assert storages.evict(1) == 0
     del middle
-    assert book.evict(1) > 0
+    assert storages.evict(1) > 0
     y.backward()
 
 
-def test_the_oldest_leave_first_and_no_more_than_are_asked_for(book: Book) -> None:
+def test_the_oldest_leave_first_and_no_more_than_are_asked_for(storages: SavedStorages) -> None:
     x = leaf()
     y = x
     for _ in range(4):
         y = y.exp()
     size = x.untyped_storage().nbytes()
-    assert book.evict(1.5 * size) == 2 * size
-    here = sorted(reference().number for reference in book.here.values())  # type: ignore[union-attr]
+    assert storages.evict(1.5 * size) == 2 * size
+    here = sorted(reference().number for reference in storages.known.values())  # type: ignore[union-attr]
     assert here == [3, 4]
 
 
-def test_views_of_one_storage_leave_and_return_together(book: Book) -> None:
+def test_views_of_one_storage_leave_and_return_together(storages: SavedStorages) -> None:
     x = leaf()
     rows = x.exp()
     product = (rows.t()[3:9] * rows.view(32, 64)[:6]).sum()
     del rows
-    assert book.evict(1 << 40) > 0
+    assert storages.evict(1 << 40) > 0
     product.backward()
     found = x.grad
     x.grad = None
@@ -83,44 +83,44 @@ def test_views_of_one_storage_leave_and_return_together(book: Book) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_what_was_changed_in_place_is_refused_as_autograd_does(book: Book, leaves: bool) -> None:
+def test_what_was_changed_in_place_is_refused_as_autograd_does(storages: SavedStorages, leaves: bool) -> None:
     x = leaf()
     middle = x.exp()
     y = middle.sum()
     middle.detach().add_(1)
     del middle
     if leaves:
-        assert book.evict(1) > 0
+        assert storages.evict(1) > 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
-def test_parameters_and_small_tensors_and_the_hosts_own_stay(book: Book) -> None:
+def test_parameters_and_small_tensors_and_the_hosts_own_stay(storages: SavedStorages) -> None:
     layer = nn.Linear(64, 64, device="tide")
     output = layer(2 * torch.randn(64, 64, device="tide", requires_grad=True))  # saves its input and its weight
-    assert book.evict(1 << 30) == 64 * 64 * 4  # the input
+    assert storages.evict(1 << 30) == 64 * 64 * 4  # the input
     del output
     small = torch.randn(4, device="tide", requires_grad=True).exp()
     on_host = torch.randn(4096, requires_grad=True).exp()
-    assert not book.here
+    assert not storages.known
     del small, on_host
 
 
-def test_a_graph_that_is_dropped_leaves_nothing(book: Book) -> None:
+def test_a_graph_that_is_dropped_leaves_nothing(storages: SavedStorages) -> None:
     before = allocated()
     x = leaf()
     y = torch.softmax(x.exp(), -1)  # saves its own output
-    book.evict(1)
+    storages.evict(1)
     del x, y
-    assert not book.here
+    assert not storages.known
     assert allocated() == before
 
 
-def test_a_graph_can_be_run_twice_though_its_tensors_left(book: Book) -> None:
+def test_a_graph_can_be_run_twice_though_its_tensors_left(storages: SavedStorages) -> None:
     x = leaf()
     y = x.exp().sum()
-    book.evict(1 << 40)
+    storages.evict(1 << 40)
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
-    book.evict(1 << 40)
+    storages.evict(1 << 40)
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)

@@ -1,13 +1,13 @@
-"""A layer that is recomputed as a whole: torch's checkpoint runs it again in backward, and here it runs as it did.
+"""Recompute a whole layer: torch's checkpoint runs it again in backward, and here it runs as it did.
 
 [Note: what a replay finds]
-Torch's checkpoint repeats a layer with its tensors, torch's random numbers and autocast. All else is up to it here:
+Torch's checkpoint replays a layer with its tensors, torch's random numbers and autocast. All else is done here:
 
 - arguments that can change, such as lists or a cache of keys and values, are copied (:mod:`lowtide.runtime.arguments`);
 - the layer's buffers are copied, and a replay writes into copies, so that running statistics are updated once;
-- its modules' attributes and parameters are as they were, or the replay is refused;
+- its modules' attributes and parameters are restored, or the replay is refused;
 - random numbers of Python, numpy, other devices and of generators that the layer holds are drawn again;
-- torch's settings are as they were (:mod:`lowtide.runtime.ambient`).
+- torch's settings are restored (:mod:`lowtide.runtime.ambient`).
 
 What a layer reads elsewhere than :mod:`lowtide.runtime.outside` looks cannot be known.
 """
@@ -19,25 +19,134 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch_private import is_dynamo_compiling
+from lowtide._torch_private import (
+    current_backward,
+    group_name_of,
+    is_collective,
+    is_dynamo_compiling,
+    profiler_range,
+)
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, take_back
+from lowtide.policy import Keep, Policy
 from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.arguments import Copied, is_shared
+from lowtide.runtime.communication import keep_slice, keeping_collectives, tensor_parallel_group
+from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.module_state import Attributes, BufferCopies, ModuleStates, modules_of
 from lowtide.runtime.outside import Outside
-from lowtide.runtime.randomness import HostRandom, RandomState, is_accelerator_used
+from lowtide.runtime.randomness import HostRandom, RandomState, default_generators, is_accelerator_used
 from lowtide.runtime.refuse import is_left_alone
 
-__all__ = ["WholeLayer"]
+__all__ = ["may_stop_early", "recompute_layer"]
+
+
+def recompute_layer(forward: Function, layer: nn.Module, policy: Policy, ledger: Ledger, line: Line) -> Function:
+    """The forward of a layer that is recomputed as a whole, with its communication as the Policy says."""
+    replays = _Replays(layer, line.whose)
+    checkpointed = _Checkpointed(replays.replayed(_timed(forward, ledger, line)), layer)
+
+    # A function of its own, so that torch.compile finds a frame to begin with: torch's own are skipped.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpointed(args, kwargs)
+
+    whole: Function = recomputed
+    if not policy.mp_comm_recompute:
+        whole = keeping_collectives(whole, checkpointed, layer, line.layer)
+    if policy.recompute_slice_activation and policy.layers[line.layer].boundary == Keep():
+        whole = keep_slice(whole, layer, line.layer)
+    return replays.captured(whole, forward)
+
+
+def _timed(forward: Function, ledger: Ledger, line: Line) -> Function:
+    """A layer's forward as torch's checkpoint replays it in backward; what that takes is timed."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if current_backward() == -1:
+            return forward(*args, **kwargs)
+        given = args[0] if args else None
+        device = given.device if type(given) is Tensor else _device_of((args, kwargs))
+        begin = ledger.begin(device)
+        line.recomputes += 1
+        try:
+            with profiler_range(f"lowtide::recompute layer {line.layer}"):
+                return forward(*args, **kwargs)
+        finally:  # the checkpoint stops it early by an exception
+            ledger.end(line, device, begin)
+
+    return timed
+
+
+def _device_of(given: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors_of(given)), torch.device("cpu"))
+
+
+class _Checkpointed:
+    """Runs a layer in torch's checkpoint. See [Note: where a recomputed layer stops]."""
+
+    def __init__(self, again: Function, layer: nn.Module) -> None:
+        self.again, self.layer = again, layer
+        self.early: bool | None = None
+        """Whether it may stop early; None until it has run among several ranks."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+        early = self.early
+        if early is not None or not torch.is_grad_enabled() or not _several_ranks():
+            return checkpoint(
+                self.again, *args, use_reentrant=False, early_stop=early is not False, **settings, **kwargs
+            )
+        with _Groups() as groups:
+            output = checkpoint(self.again, *args, use_reentrant=False, early_stop=False, **settings, **kwargs)
+        self.early = may_stop_early(self.layer, groups.names)
+        return output
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def may_stop_early(layer: nn.Module, groups: frozenset[str]) -> bool:
+    """Whether a recomputed layer that issues collectives in ``groups`` may stop at the last tensor that it needs.
+
+    [Note: where a recomputed layer stops]
+    Torch's checkpoint stops a recomputation once it has all that was saved. Where that is depends on what the layer
+    saved, and so on this rank's control flow. Tensor-parallel ranks have the same tokens and stop at the same place.
+    Ranks that exchange tokens do not: one whose experts got none may have saved nothing after the exchange, stops
+    before it, and leaves the others waiting there. The same goes for modules inside the layer that gather their own
+    shards. Such layers run to their end.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    tensor = tensor_parallel_group(layer)
+    nested = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
+    return not nested and groups <= {tensor.group_name if tensor is not None else ""}
+
+
+class _Groups(TorchFunctionMode):
+    """Notes the groups in which functional collectives are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: frozenset[str] = frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_collective(func):
+            self.names |= {group_name_of(args, kwargs or {}) or "unknown"}
+        return func(*args, **(kwargs or {}))
+
 
 _CALL = "lowtide_call"
-"""The keyword by which a call is taken along to where it is replayed."""
+"""The keyword that carries a call through the checkpoint to its replay."""
 
 
-class WholeLayer:
+class _Replays:
     """What has to be known of a layer so that its calls can be replayed."""
 
     def __init__(self, layer: nn.Module, whose: str) -> None:
@@ -46,8 +155,8 @@ class WholeLayer:
         self.attributes: Attributes | None = None
         """Of its modules, when it was last called; hardly ever have they changed since."""
 
-    def around(self, whole: Function, plain: Function) -> Function:
-        """The layer, recomputed as a whole; ``whole`` runs, first and again, what :meth:`repeated` gave.
+    def captured(self, whole: Function, plain: Function) -> Function:
+        """The layer, each of its calls captured; ``whole`` runs and later replays what :meth:`replayed` returned.
 
         ``plain`` is the layer as it is.
         """
@@ -62,8 +171,8 @@ class WholeLayer:
 
         return captured
 
-    def repeated(self, again: Function) -> Function:
-        """The layer's forward, as it runs first and again in backward."""
+    def replayed(self, again: Function) -> Function:
+        """The layer's forward, as it runs in forward and is replayed in backward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             call: _Call | None = kwargs.pop(_CALL, None)
@@ -98,7 +207,7 @@ class _Call:
 
     __slots__ = ("ambient", "args", "buffers", "host", "kwargs", "modules", "ran", "random", "whose")
 
-    def __init__(self, whole: WholeLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, whole: _Replays, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.whose, self.ran = whole.whose, False
         attributes = whole.attributes
         if attributes is None or not attributes.unchanged():
@@ -110,7 +219,9 @@ class _Call:
         # The checkpoint sees to the host's, and to those of the devices that positional arguments are on.
         on_device = any(isinstance(value, torch.Tensor) and not value.is_cpu for value in args)
         more = attributes.generators or (is_accelerator_used() and not on_device)
-        self.random = RandomState(tensors_of((args, kwargs)), attributes.generators) if more else None
+        self.random = (
+            RandomState([*default_generators(tensors_of((args, kwargs))), *attributes.generators]) if more else None
+        )
         self.host = HostRandom()
         self.ambient = ambient(precision())
 

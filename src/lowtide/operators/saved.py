@@ -1,0 +1,81 @@
+"""What saved-tensor hooks give autograd in place of a tensor: one protocol for everything that lowtide holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from lowtide._torch_private import is_own_output, top_saved_tensors_hooks, version_of, without_graph
+
+__all__ = ["Kept", "PackHook", "Saved", "foreign_pack_hook", "kept", "kept_apart", "unpack"]
+
+
+class Saved(Protocol):
+    """What autograd holds in place of a tensor that it saves."""
+
+    def tensor(self) -> Tensor:
+        """The tensor, bitwise as it was saved. May be called several times, or never, on any thread."""
+
+
+PackHook: TypeAlias = Callable[[Tensor], Saved]
+"""The first of a pair of saved-tensor hooks; the second is always :func:`unpack`."""
+
+
+def unpack(saved: Saved) -> Tensor:
+    """Give autograd back what it saved."""
+    return saved.tensor()
+
+
+class Kept:
+    """A tensor that stays on the device. Raises if it was modified in place: torch leaves that check to hooks."""
+
+    __slots__ = ("kept", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.kept = tensor
+        self.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+
+    def tensor(self) -> Tensor:
+        """The tensor, if it was not written to since it was saved."""
+        kept = self.kept
+        found = kept._version if type(kept) is Tensor else version_of(kept)
+        if found != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" a tensor of shape {tuple(kept.shape)} is at version {found}; expected version {self.version}"
+            )
+        return kept
+
+
+def kept_apart(tensor: Tensor) -> Kept:
+    """As :class:`Kept`, detached from the tensor's graph.
+
+    The node that saves the tensor may be in that graph, which would be a reference cycle: it made the tensor, or the
+    tensor is written to later and then has the graph of that write.
+    """
+    return Kept(without_graph(tensor))
+
+
+def kept(tensor: Tensor) -> Kept:
+    """As :class:`Kept`, detached only if the node that saves the tensor made it.
+
+    A layer's profile says which tensors are their nodes' own outputs, but the layer may diverge from its profile.
+    """
+    return kept_apart(tensor) if is_own_output(tensor) else Kept(tensor)
+
+
+def foreign_pack_hook() -> Any:
+    """The pack hook that is on top of torch's stack if it is not lowtide's; None if it is, or if there is none.
+
+    [Note: other code's hooks]
+    Torch calls only the hooks that were pushed last. Ours on top of other code's would leave those without what they
+    are there for: torch's checkpoint would drop nothing, and hooks that quantize would quantize nothing. So where other
+    code's hooks are on top when a layer begins, the layer is left to them: nothing in it is profiled, recomputed or
+    swapped.
+    """
+    top = top_saved_tensors_hooks(False)
+    if top is None or getattr(top[1], "__module__", "").startswith("lowtide."):
+        return None
+    return top[0]

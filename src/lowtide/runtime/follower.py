@@ -1,0 +1,309 @@
+"""Follow one layer of a model on which a Policy is at work: profile it, then carry its decisions out.
+
+[Note: the states of a layer]
+A layer is in one of these states; in each but ``KEPT`` and ``REMOVED`` one thing is attached to it, which is removed on
+the way to the next:
+
+- ``KEPT``: nothing is attached. The layer keeps everything, or waits for another layer like it to be profiled.
+- ``PROFILED``: a tracker watches its next run with gradients.
+- ``DECIDED``: its operators are recomputed or swapped (:class:`~lowtide.runtime.layer.DecidedLayer`).
+- ``SCHEDULED``: it keeps or recomputes everything, and tells the schedule that it runs: something of another layer is
+  due in it, or its own input is swapped.
+- ``REMOVED``: the Policy is gone, and the layer is as it was.
+
+A decided layer whose control flow diverges from its profile is profiled again, alone, and decided again. Three things
+do not depend on the state and stay until the end: the whole-layer checkpoint, the hooks around a compiled layer, and
+the capture of collectives that are re-issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from lowtide._torch_private import compiled_call
+from lowtide.errors import PolicyError
+from lowtide.operators.calls import CallTracker, Site
+from lowtide.operators.kinds import LayerKind, layer_kind
+from lowtide.operators.observation import Observation
+from lowtide.operators.observe import Profiler
+from lowtide.operators.wrappers import Function, Wrappers
+from lowtide.policy import Catalogue, Keep, Policy, ResolvedLayer, Swap, resolve
+from lowtide.runtime.checked import LayerCheck
+from lowtide.runtime.collectives import Collectives
+from lowtide.runtime.communication import decide_collectives
+from lowtide.runtime.compiled import CompiledLayer, has_compiled
+from lowtide.runtime.layer import DecidedLayer, pass_by, swap_input
+from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
+from lowtide.runtime.recompute import recompute_layer
+from lowtide.runtime.refuse import refuse_compilation, refuse_compiled_function
+from lowtide.runtime.schedule import Span
+from lowtide.runtime.swap import SwapManager
+
+__all__ = ["LayerFollower", "State", "Structure", "structure_of"]
+
+Structure: TypeAlias = tuple[tuple[str, type[nn.Module]], ...]
+"""The modules of a layer and their classes. Layers of one structure are expected to have the same operators; layers of
+one class need not: some have experts where others have a dense block."""
+
+
+def structure_of(layer: nn.Module) -> Structure:
+    """The modules of a layer and their classes."""
+    return tuple((name, type(module)) for name, module in layer.named_modules())
+
+
+class State(Enum):
+    """See [Note: the states of a layer]."""
+
+    KEPT = "kept"
+    PROFILED = "profiled"
+    DECIDED = "decided"
+    SCHEDULED = "scheduled"
+    REMOVED = "removed"
+
+
+_NEXT = {
+    State.KEPT: {State.KEPT, State.PROFILED, State.DECIDED, State.SCHEDULED, State.REMOVED},
+    State.PROFILED: {State.KEPT, State.PROFILED, State.REMOVED},
+    State.DECIDED: {State.PROFILED, State.REMOVED},
+    State.SCHEDULED: {State.REMOVED},
+    State.REMOVED: {State.REMOVED},
+}
+"""Where a layer can go from each state."""
+
+
+class Attached(Protocol):
+    """What is attached to a layer in one of its states."""
+
+    def attach(self) -> None:
+        """Put it on."""
+
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+
+
+class Shared(NamedTuple):
+    """What all layers of a model have in common."""
+
+    policy: Policy
+    manager: SwapManager
+    profiles: dict[Structure, LayerKind]
+    """What is known of the layers, by their structure."""
+    verify: bool
+    profiled: Callable[[Structure, LayerKind], None]
+    """Called when a structure has been profiled."""
+    frozen: Callable[[LayerFollower], None]
+    """Called when a layer that was to be profiled saved nothing, since nothing in it needs gradients."""
+
+
+class LayerFollower:
+    """One layer of a model, and what is attached to it. See [Note: the states of a layer]."""
+
+    def __init__(self, index: int, layer: nn.Module, shared: Shared) -> None:
+        self.index, self.layer, self.shared = index, layer, shared
+        self.structure = structure_of(layer)
+        """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
+        self.settings = shared.policy.layers[index]
+        self.compiled = has_compiled(layer)
+        if self.compiled and (self.settings.rules or self.settings.communication):
+            raise PolicyError(
+                f"layer {index} is compiled and its operators cannot be decided one by one ({self.settings});"
+                " recompute or swap the layer as a whole, or do not compile it"
+            )
+        self.swaps_compiled = self.compiled and (
+            isinstance(self.settings.default, Swap) or self.settings.boundary != Keep()
+        )
+        """Whether it is compiled, and all that it saves is swapped."""
+        self.state = State.KEPT
+        self.attached: Attached | None = None
+        self.permanent = Wrappers()
+        """The whole-layer checkpoint, or the hooks around a compiled layer."""
+        self.collectives: Collectives | None = None
+        self.program: LayerProgram | None = None
+        self.own_profile: LayerKind | None = None
+        """Its profile, where it diverged from the one that it shares with others."""
+        self.resolved: ResolvedLayer | None = None
+        """What the Policy says, by operator; the Handle sets this and ``span`` when it knows the operators."""
+        self.span: Span | None = None
+
+    @property
+    def profile(self) -> LayerKind | None:
+        """What is known of the layer."""
+        return self.own_profile or self.shared.profiles.get(self.structure)
+
+    @property
+    def due(self) -> frozenset[int]:
+        """At how many operators after the layer's first something of it is due."""
+        if self.program is not None:
+            return self.program.due
+        if self.resolved is None or self.span is None or not isinstance(self.resolved.boundary, Swap):
+            return frozenset()
+        prefetch = self.resolved.boundary.prefetch
+        return frozenset((prefetch, self.span.count - 1 + prefetch))
+
+    # Transitions.
+
+    def start(self) -> None:
+        """Attach what does not depend on the layer's profile."""
+        settings, manager = self.settings, self.shared.manager
+        if settings.recomputed_as_a_whole:
+            self.permanent.wrap(self.layer, self._unless_profiled)
+        if self.swaps_compiled:
+            last = self.index == len(self.shared.policy.layers) - 1
+            swapped = CompiledLayer(self.layer, self.index, settings.default, settings.boundary, manager, last)
+            self.permanent.wrap(self.layer, swapped.swap, compiled_call(self.layer))
+
+    def watch(self) -> None:
+        """Profile the layer when it next runs with gradients."""
+        if self.state is not State.REMOVED:
+            self._go(State.PROFILED, _Profiling(self.index, self.layer, self._profiled))
+
+    def install(self, due: frozenset[int] = frozenset()) -> None:
+        """Carry out what the Policy says, now that the layer's profile is known.
+
+        ``due`` is what earlier layers have due in this one.
+        """
+        if self.state is not State.KEPT:  # decided before, or about to be profiled
+            return
+        resolved, span, manager = self.resolved, self.span, self.shared.manager
+        assert resolved is not None
+        assert span is not None
+        boundary = resolved.boundary
+        whole = self.settings.recomputed_as_a_whole
+        if not whole and not self.compiled:
+            decided = self._decided(resolved, span, due)
+            if decided is not None:
+                self._go(State.DECIDED, decided)
+                return
+        make: Callable[[Function], Function] | None = None
+        if isinstance(boundary, Swap) and whole and not self.compiled:
+            line = manager.ledger.line(self.index, BOUNDARY)
+            make = partial(swap_input, span=span, swap=boundary, line=line, manager=manager)
+        elif due and not self.swaps_compiled:
+            make = partial(pass_by, span=span, index=self.index)
+        if make is not None:
+            self._go(State.SCHEDULED, _Wrapped(self.layer, make, compiled_call(self.layer)))
+
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+        self._go(State.REMOVED)
+        if self.collectives is not None:
+            self.collectives.remove()
+        self.permanent.remove()
+
+    def _go(self, state: State, attached: Attached | None = None) -> None:
+        """Remove what is attached, and attach what the next state has."""
+        assert state in _NEXT[self.state], f"layer {self.index}: {self.state} to {state}"
+        if self.attached is not None:
+            self.attached.remove()
+        self.state, self.attached = state, attached
+        if attached is not None:
+            attached.attach()
+
+    def _profiled(self, seen: Observation) -> None:
+        """A run with gradients was profiled."""
+        if self.state is State.REMOVED:
+            return
+        self._go(State.KEPT)
+        if not seen.packs:
+            self.shared.frozen(self)
+            return
+        kind = layer_kind(self.layer, seen)
+        if self.structure not in self.shared.profiles:
+            self.shared.profiled(self.structure, kind)
+            return
+        self.own_profile = kind  # its control flow diverged from that of its structure
+        policy = Policy((self.settings,), origin=self.shared.policy.origin)
+        self.resolved = resolve(policy, Catalogue((kind.catalogue,)), require_match=False).layers[0]
+        self.install()
+
+    # What is attached.
+
+    def _unless_profiled(self, forward: Function) -> Function:
+        """Recompute the whole layer, but not while its operators are profiled: a checkpoint would hide them."""
+        ledger = self.shared.manager.ledger
+        recomputed = recompute_layer(forward, self.layer, self.shared.policy, ledger, ledger.line(self.index, WHOLE))
+
+        def unless_profiled(*args: Any, **kwargs: Any) -> Any:
+            return (forward if self.state is State.PROFILED else recomputed)(*args, **kwargs)
+
+        return unless_profiled
+
+    def _decided(self, resolved: ResolvedLayer, span: Span, due: frozenset[int]) -> DecidedLayer | None:
+        """The layer with its decisions; None if it keeps everything."""
+        shared, kind = self.shared, self.profile
+        assert kind is not None
+        decisions = decide_collectives(self.index, kind, resolved, shared.policy)
+        ledger = shared.manager.ledger
+        self.program = program = compile_layer(self.index, kind, decisions, resolved.boundary, ledger, due)
+        if program.idle:
+            return None
+        # From now on in every run, profiled and diverged ones included: see [Note: re-issued collectives].
+        if self.collectives is None and any(program.reissued):
+            self.collectives = Collectives(self.index, ledger)
+            self.collectives.attach(self.layer)
+        if self.collectives is not None:
+            self.collectives.wanted = program.reissued
+        check = LayerCheck(self.index, self.layer, kind) if shared.verify else None
+        return DecidedLayer(self.layer, program, shared.manager, span, self.watch, check, self.collectives)
+
+
+class _Wrapped:
+    """A layer's forward, wrapped."""
+
+    def __init__(self, layer: nn.Module, make: Callable[[Function], Function], attribute: str) -> None:
+        self.layer, self.make, self.attribute = layer, make, attribute
+        self.wrappers = Wrappers()
+
+    def attach(self) -> None:
+        self.wrappers.wrap(self.layer, self.make, self.attribute)
+
+    def remove(self) -> None:
+        self.wrappers.remove()
+
+
+class _Profiling:
+    """A layer whose next run with gradients is profiled."""
+
+    def __init__(self, index: int, layer: nn.Module, done: Callable[[Observation], None]) -> None:
+        self.index, self.layer, self.done = index, layer, done
+        self.tracker = CallTracker(layer, self, partial(refuse_compiled_function, index))
+        self.profiler: Profiler | None = None
+
+    def attach(self) -> None:
+        self.tracker.attach()
+
+    def remove(self) -> None:
+        self.tracker.detach()
+
+    # The tracker's listener: a profiler of its own for each run, since parameters may be gathered only then.
+
+    def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compilation(self.index)
+        self.profiler = Profiler(self.layer)
+        self.profiler.layer_begins(args, kwargs)
+
+    def call_begins(self, name: str, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.profiler is not None
+        self.profiler.call_begins(name, site, args, kwargs)
+
+    def call_ends(self, output: Any) -> None:
+        assert self.profiler is not None
+        self.profiler.call_ends(output)
+
+    def collective_begins(self, name: str) -> None:
+        assert self.profiler is not None
+        self.profiler.collective_begins(name)
+
+    def layer_ends(self, *, completed: bool) -> None:
+        if self.profiler is None:  # it was refused to begin
+            return
+        self.profiler.layer_ends()
+        seen, self.profiler = self.profiler.result(), None
+        if completed and (seen.packs or torch.is_grad_enabled()):  # without gradients there is nothing to profile
+            self.done(seen)
