@@ -15,73 +15,59 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import lowtide
-from lowtide._torch_private import (
-    FakeTensorMode,
+from lowtide._torch_private.autocast import autocast_contexts, autocast_state, is_any_autocast_enabled
+from lowtide._torch_private.backward import at_end_of_backward, current_backward, current_node, set_grad_enabled
+from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
+from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, under_compilation
+from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.generators import generator_key
+from lowtide._torch_private.modes import (
+    TorchDispatchMode,
+    dispatch_modes_on,
+    function_modes,
+    hide_dispatch_mode,
+    insert_dispatch_mode,
+    python_dispatch,
+    remove_dispatch_mode,
+)
+from lowtide._torch_private.nodes import (
     GeluBackward,
     MulBackward,
     SiluBackward,
-    StorageWeakRef,
-    TorchDispatchMode,
-    at_end_of_backward,
-    autocast_contexts,
-    autocast_state,
-    calling_scaler,
-    compiled_call,
-    count_of_writes,
-    current_backward,
-    current_node,
-    dict_version,
-    dispatch_modes_on,
-    drop_pipeline_losses,
-    exchange_rows,
-    forget_unscaling,
-    function_modes,
-    generator_key,
     given_operand,
     given_operands,
-    group_name_of,
-    held_indices,
-    hide_dispatch_mode,
-    hooks_on_top,
-    inner_tensor,
-    insert_dispatch_mode,
-    insert_saved_tensors_hooks,
-    is_any_autocast_enabled,
-    is_collective,
-    is_compiled,
-    landed_tensor,
-    multiply_all,
     node_number,
     node_sequence,
-    norms_of,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    python_dispatch,
     raw_saved,
-    remove_dispatch_mode,
-    remove_saved_tensors_hooks,
-    resize_watchers,
-    resolved_operator,
     saved_operand,
     saved_operands,
     saved_slots,
-    scoped_library,
-    set_grad_enabled,
     silu,
+    without_graph,
+)
+from lowtide._torch_private.operators import resolved_operator, scoped_library, tree_leaves, tree_map
+from lowtide._torch_private.placements import held_indices
+from lowtide._torch_private.saved_tensor_hooks import (
+    hooks_on_top,
+    insert_saved_tensors_hooks,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    remove_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
+from lowtide._torch_private.scaler import calling_scaler, forget_unscaling
+from lowtide._torch_private.storages import (
+    StorageWeakRef,
+    resize_watchers,
     storage_bytes,
     storage_key,
     storage_users,
-    subclass_wrapper,
-    taken_apart,
-    top_saved_tensors_hooks,
-    tree_leaves,
-    tree_map,
-    under_compilation,
-    version_of,
     weak_storage,
-    without_graph,
-    written_arguments,
 )
+from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper, taken_apart
+from lowtide._torch_private.training.foreach import multiply_all, norms_of
+from lowtide._torch_private.training.resets import drop_pipeline_losses
+from lowtide._torch_private.versions import count_of_writes, version_of, written_arguments
 
 
 def test_views_share_a_storage_key_and_copies_do_not() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
-from lowtide._torch_private import top_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.layer import DecidedLayer

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import tide
 from lowtide import verify
-from lowtide._torch_private import top_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.operators.survey import survey
 from lowtide.policy import CommRule, Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap

@@ -26,15 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
-    PLAIN,
-    DisableTorchFunction,
-    Subclass,
-    storage_users,
-    taken_apart,
-    unseen_by_modes,
-    without_graph,
-)
+from lowtide._torch_private.modes import DisableTorchFunction, unseen_by_modes
+from lowtide._torch_private.nodes import without_graph
+from lowtide._torch_private.storages import storage_users
+from lowtide._torch_private.subclasses import PLAIN, Subclass, taken_apart
 from lowtide.adaptive.counts import Counts
 from lowtide.operators.kept import kept_apart
 from lowtide.out_of_memory import is_out_of_memory

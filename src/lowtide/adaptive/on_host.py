@@ -20,21 +20,11 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
-    DisableTorchFunction,
-    StorageWeakRef,
-    count_of_writes,
-    inner_tensor,
-    is_own_output,
-    node_number,
-    storage_key,
-    subclass_wrapper,
-    taken_apart,
-    unseen_by_modes,
-    version_of,
-    weak_storage,
-    without_graph,
-)
+from lowtide._torch_private.modes import DisableTorchFunction, unseen_by_modes
+from lowtide._torch_private.nodes import is_own_output, node_number, without_graph
+from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
+from lowtide._torch_private.subclasses import inner_tensor, subclass_wrapper, taken_apart
+from lowtide._torch_private.versions import count_of_writes, version_of
 from lowtide.operators.kept import Held, kept_apart
 from lowtide.runtime.view import View, as_stored
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import (
+from lowtide._torch_private.nodes import (
     GeluBackward,
     MulBackward,
     SiluBackward,

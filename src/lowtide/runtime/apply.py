@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lowtide._torch_private import compiled_call
+from lowtide._torch_private.compiled import compiled_call
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind, layer_kind

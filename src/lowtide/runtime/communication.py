@@ -23,16 +23,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch_private import (
-    group_name_of,
-    is_collective,
-    is_dynamo_compiling,
-    landed_tensor,
-    storage_bytes,
-    storage_key,
-    subclass_wrapper,
-    without_graph,
-)
+from lowtide._torch_private.collectives import group_name_of, is_collective
+from lowtide._torch_private.compiled import is_dynamo_compiling
+from lowtide._torch_private.nodes import without_graph
+from lowtide._torch_private.storages import storage_bytes, storage_key
+from lowtide._torch_private.subclasses import landed_tensor, subclass_wrapper
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.wrappers import Function

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import compiled_call, is_compiled, storage_key, without_graph
+from lowtide._torch_private.compiled import compiled_call, is_compiled
+from lowtide._torch_private.nodes import without_graph
+from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Decision, Keep, Swap

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from lowtide._torch_private import node_sequence, raw_saved, saved_slots
+from lowtide._torch_private.nodes import node_sequence, raw_saved, saved_slots
 from lowtide.operators.nodes import NodeForm, form_of
 from lowtide.runtime.ambient import Ambient
 from lowtide.runtime.ledger import Ledger, Line

@@ -11,18 +11,18 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
-    DisableTorchFunction,
-    current_backward,
+from lowtide._torch_private.backward import current_backward
+from lowtide._torch_private.compiled import under_compilation
+from lowtide._torch_private.modes import DisableTorchFunction
+from lowtide._torch_private.nodes import node_number
+from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
-    node_number,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     remove_saved_tensors_hooks,
-    storage_key,
     top_saved_tensors_hooks,
-    under_compilation,
 )
+from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kept import Kept
 from lowtide.operators.wrappers import Function, Wrappers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lowtide._torch_private import current_accelerator
+from lowtide._torch_private.generators import current_accelerator
 
 __all__ = ["HostRandom", "RandomState", "is_accelerator_used", "is_generator"]
 

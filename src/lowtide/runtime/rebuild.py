@@ -36,20 +36,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import (
-    PLAIN,
-    StorageWeakRef,
-    autocast_contexts,
-    autocast_state,
-    count_of_writes,
-    finish_collective,
-    inner_tensor,
-    is_any_autocast_enabled,
-    set_grad_enabled,
-    storage_key,
-    version_of,
-    weak_storage,
-)
+from lowtide._torch_private.autocast import autocast_contexts, autocast_state, is_any_autocast_enabled
+from lowtide._torch_private.backward import set_grad_enabled
+from lowtide._torch_private.collectives import finish_collective
+from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
+from lowtide._torch_private.subclasses import PLAIN, inner_tensor
+from lowtide._torch_private.versions import count_of_writes, version_of
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
 from lowtide.operators.nodes import NodeCall, NodeForm

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import hooks_on_top, pop_saved_tensors_hooks, push_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import hooks_on_top, pop_saved_tensors_hooks, push_saved_tensors_hooks
 from lowtide.operators.calls import Site
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.root import Root

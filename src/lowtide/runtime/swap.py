@@ -21,17 +21,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import (
-    PLAIN,
-    StorageWeakRef,
-    Subclass,
-    at_end_of_backward,
-    current_backward,
-    storage_key,
-    taken_apart,
-    weak_storage,
-    without_graph,
-)
+from lowtide._torch_private.backward import at_end_of_backward, current_backward
+from lowtide._torch_private.nodes import without_graph
+from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
+from lowtide._torch_private.subclasses import PLAIN, Subclass, taken_apart
 from lowtide.errors import SwapError
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.policy import Swap

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import inner_tensor, landed_tensor, subclass_wrapper
+from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper
 
 __all__ = ["View", "as_stored"]
 

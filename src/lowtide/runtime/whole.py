@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide._torch_private import is_dynamo_compiling
+from lowtide._torch_private.compiled import is_dynamo_compiling
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, take_back
 from lowtide.runtime.ambient import ambient, precision, restored

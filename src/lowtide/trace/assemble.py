@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import storage_bytes, storage_key
+from lowtide._torch_private.storages import storage_bytes, storage_key
 from lowtide.operators import observe
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.families import aliases_of

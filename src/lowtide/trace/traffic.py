@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import group_named, storage_bytes
+from lowtide._torch_private.collectives import group_named
+from lowtide._torch_private.storages import storage_bytes
 
 __all__ = ["bytes_read", "communication", "computed_in"]
 
