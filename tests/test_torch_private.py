@@ -167,9 +167,15 @@ def test_a_count_of_writes_outlives_its_tensor_and_holds_none_of_its_bytes() -> 
 
 
 def test_a_functional_collective_is_given_the_name_of_its_group_last() -> None:
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
-        schema = getattr(torch.ops._c10d_functional, name).default._schema
-        assert schema.arguments[-1].name == "group_name"
+    space = torch.ops._c10d_functional
+    names = {one.name for one in torch._C._jit_get_all_schemas() if one.name.startswith("_c10d_functional::")}
+    operators = [getattr(space, name.removeprefix("_c10d_functional::")) for name in names]
+    known = {one for one in operators if is_collective(one)}
+    assert known >= {space.all_reduce, space.all_gather_into_tensor, space.all_to_all_single, space.broadcast}
+    for one in operators:
+        given = [argument.name for argument in one.default._schema.arguments if not argument.kwarg_only]
+        named = given[-1] == "group_name"
+        assert named == (one in known), one  # what only waits is given none
     assert group_name_of((torch.ones(1), "sum", "7"), {}) == "7"
     assert group_name_of((torch.ones(1), "sum"), {"group_name": "7"}) == "7"
     assert group_name_of((torch.ones(1), 2), {}) is None

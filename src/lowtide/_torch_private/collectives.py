@@ -22,7 +22,7 @@ __all__ = [
 
 
 COLLECTIVE_NAMESPACES = frozenset(
-    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor"}
 )
 """The namespaces of operators that ranks take part in together."""
 
@@ -31,7 +31,7 @@ def is_collective(function: Any) -> bool:
     """Whether a torch function is one of the functional collectives, which give back what is still under way."""
     if not str(getattr(function, "__module__", "")).startswith("torch._ops._c10d_functional"):
         return False
-    return function.__name__.split(".")[0] not in ("wait_tensor", "_wrap_tensor_autograd")
+    return function.__name__.split(".")[0] not in ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd")
 
 
 def group_name_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

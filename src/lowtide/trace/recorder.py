@@ -514,7 +514,7 @@ def imagined(tensor: Tensor) -> Held:
 _WRAPPERS = {"DTensor", "AsyncCollectiveTensor", "NestedTensor"}
 _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
-    "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",
+    "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors",
 }  # fmt: skip
 
 _FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}

@@ -40,6 +40,7 @@ def reset_sharding(module: Any) -> None:
         states = module._get_fsdp_state()._state_ctx.all_states
         parameters = [one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params]
     for parameter in parameters:
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # since 2.15 it is the gathered parameter's gradient
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):  # gathered before
             parameter._unsharded_param.grad = None
