@@ -65,6 +65,7 @@ def assemble(
         batch=batch,
         device=backward.device,
         measured=seconds is not None,
+        frees_boundaries=torch.__version__ >= "2.15",
     )
 
 
