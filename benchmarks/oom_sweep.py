@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from lowtide._torch_private import TorchDispatchMode
+from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.adaptive.rescue import Rescue
 from ranks import Ranks
 from session_cases import session_of, session_on_ranks

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from left_on import take_off
-from lowtide._torch_private import function_modes
+from lowtide._torch_private.modes import function_modes
 from ranks import Ranks
 
 # The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be

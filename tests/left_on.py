@@ -8,12 +8,8 @@ import torch
 from torch._C import _pop_torch_function_stack
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lowtide._torch_private import (
-    current_dispatch_mode,
-    function_modes,
-    pop_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-)
+from lowtide._torch_private.modes import current_dispatch_mode, function_modes
+from lowtide._torch_private.saved_tensor_hooks import pop_saved_tensors_hooks, top_saved_tensors_hooks
 
 __all__ = ["take_off"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tide
-from lowtide._torch_private import inner_tensor
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.measure import TIMED_STEPS, Measuring
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.mesh import make_meshes

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import tide
-from lowtide._torch_private import inner_tensor, scoped_library
+from lowtide._torch_private.operators import scoped_library
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.rescue import Rescue
 from lowtide.errors import RescueError
 from lowtide.planner.pipeline import Pipeline, even_pipeline

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from left_on import take_off
-from lowtide._torch_private import function_modes
+from lowtide._torch_private.modes import function_modes
 
 
 class Dispatches(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,73 +14,50 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import lowtide
-from lowtide._torch_private import (
-    FakeTensorMode,
-    GeluBackward,
-    MulBackward,
-    SiluBackward,
-    StorageWeakRef,
+from lowtide._torch_private.autocast import autocast_contexts, autocast_state, is_any_autocast_enabled
+from lowtide._torch_private.backward import at_end_of_backward, current_backward, current_node, set_grad_enabled
+from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
+from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, under_compilation
+from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.generators import generator_key
+from lowtide._torch_private.modes import (
     TorchDispatchMode,
-    at_end_of_backward,
-    autocast_contexts,
-    autocast_state,
-    calling_scaler,
-    compiled_call,
-    count_of_writes,
-    current_backward,
-    current_node,
-    dict_version,
     dispatch_modes_on,
-    drop_pipeline_losses,
-    exchange_rows,
-    forget_unscaling,
     function_modes,
-    generator_key,
-    given_operand,
-    given_operands,
-    group_name_of,
-    held_indices,
     hide_dispatch_mode,
-    hooks_on_top,
-    inner_tensor,
     insert_dispatch_mode,
-    insert_saved_tensors_hooks,
-    is_any_autocast_enabled,
-    is_collective,
-    is_compiled,
-    landed_tensor,
-    multiply_all,
+    python_dispatch,
+    remove_dispatch_mode,
+)
+from lowtide._torch_private.nodes import (
     node_number,
     node_sequence,
-    norms_of,
+    without_graph,
+)
+from lowtide._torch_private.operators import resolved_operator, scoped_library, tree_leaves, tree_map
+from lowtide._torch_private.placements import held_indices
+from lowtide._torch_private.profiler import profiler_range
+from lowtide._torch_private.saved_tensor_hooks import (
+    hooks_on_top,
+    insert_saved_tensors_hooks,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
-    python_dispatch,
-    raw_saved,
-    remove_dispatch_mode,
     remove_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
+from lowtide._torch_private.scaler import calling_scaler, forget_unscaling
+from lowtide._torch_private.storages import (
+    StorageWeakRef,
     resize_watchers,
-    resolved_operator,
-    saved_operand,
-    saved_operands,
-    saved_slots,
-    scoped_library,
-    set_grad_enabled,
-    silu,
     storage_bytes,
     storage_key,
     storage_users,
-    subclass_wrapper,
-    taken_apart,
-    top_saved_tensors_hooks,
-    tree_leaves,
-    tree_map,
-    under_compilation,
-    version_of,
     weak_storage,
-    without_graph,
-    written_arguments,
 )
+from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper, taken_apart
+from lowtide._torch_private.training.foreach import multiply_all, norms_of
+from lowtide._torch_private.training.resets import drop_pipeline_losses
+from lowtide._torch_private.versions import count_of_writes, version_of, written_arguments
 
 
 def test_views_share_a_storage_key_and_copies_do_not() -> None:
@@ -181,9 +157,15 @@ def test_a_count_of_writes_outlives_its_tensor_and_holds_none_of_its_bytes() -> 
 
 
 def test_a_functional_collective_is_given_the_name_of_its_group_last() -> None:
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
-        schema = getattr(torch.ops._c10d_functional, name).default._schema
-        assert schema.arguments[-1].name == "group_name"
+    space = torch.ops._c10d_functional
+    names = {one.name for one in torch._C._jit_get_all_schemas() if one.name.startswith("_c10d_functional::")}
+    operators = [getattr(space, name.removeprefix("_c10d_functional::")) for name in names]
+    known = {one for one in operators if is_collective(one)}
+    assert known >= {space.all_reduce, space.all_gather_into_tensor, space.all_to_all_single, space.broadcast}
+    for one in operators:
+        given = [argument.name for argument in one.default._schema.arguments if not argument.kwarg_only]
+        named = given[-1] == "group_name"
+        assert named == (one in known), one  # what only waits is given none
     assert group_name_of((torch.ones(1), "sum", "7"), {}) == "7"
     assert group_name_of((torch.ones(1), "sum"), {"group_name": "7"}) == "7"
     assert group_name_of((torch.ones(1), 2), {}) is None
@@ -338,56 +320,32 @@ def test_rows_that_are_exchanged_are_as_many_as_were_announced(mesh: Any) -> Non
     assert exchange_rows(torch.ones(3, 2), [1, 4], [2, 1], mesh.get_group()).shape == (5, 2)
 
 
-def test_nodes_are_known_by_their_class_and_have_what_was_saved_through_hooks() -> None:
-    def unpack(packed: tuple[torch.Tensor]) -> torch.Tensor:
-        return packed[0]
-
-    first, second = (torch.ones(3, requires_grad=True) * factor for factor in (2, 3))
-    push_saved_tensors_hooks(lambda tensor: (tensor,), unpack)
-    try:
-        product, gated, smooth = first * second, silu(first), torch.nn.functional.gelu(first)
-    finally:
-        pop_saved_tensors_hooks()
-    assert (type(product.grad_fn), type(gated.grad_fn)) == (MulBackward, SiluBackward)
-    assert type(smooth.grad_fn) is GeluBackward
-    assert smooth.grad_fn._saved_approximate == "none"
-    ((one,), (other,)) = saved_operands(product.grad_fn, unpack)
-    assert one is first
-    assert other is second
-    assert saved_operand(gated.grad_fn, unpack)[0][0] is first
-    assert saved_operand(gated.grad_fn, lambda packed: packed) == ()
-    assert saved_operands((first * second).grad_fn, unpack) == ()  # without hooks
-    assert torch.equal(gated, torch.nn.functional.silu(first))
-
-
-def test_what_a_node_saved_can_be_replaced_and_is_free_then() -> None:
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     assert top_saved_tensors_hooks(False) is None
     x = torch.ones(3, requires_grad=True)
     number = node_number()
     first, second = x * 2.0, x * 3.0
     product = first * second
-    node: Any = product.grad_fn
-    assert node_sequence(node) == number + 2 == node_number() - 1
-    assert sorted(saved_slots(node)) == ["other", "self"]
-    assert given_operands(node)[0] is first
-    assert given_operand(silu(first).grad_fn)[0] is first
-    assert raw_saved(node, "self").unpack_hook is None
-    alive, given = weakref.ref(first), []
-    raw_saved(node, "self").register_hooks(lambda tensor: given.append(tensor._version) or "held", lambda held: x * 2.0)
-    del first
-    assert (alive(), given, raw_saved(node, "self").data) == (None, [0], "held")
-    with pytest.raises(RuntimeError, match="already been set"):
-        raw_saved(node, "self").register_hooks(lambda tensor: tensor, lambda held: held)
-    assert torch.equal(given_operands(node)[0], torch.full((3,), 2.0))
-    with torch.no_grad():
-        second.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        given_operands(node)
+    assert node_sequence(product.grad_fn) == number + 2 == node_number() - 1
     push_saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     try:
         assert top_saved_tensors_hooks(False) is not None
     finally:
         pop_saved_tensors_hooks()
+
+
+def test_a_range_is_seen_by_the_profiler_and_by_no_mode() -> None:
+    seen: list[Any] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.profiler.profile() as profile, Seeing(), profiler_range("lowtide::a range"):
+        pass
+    assert seen == []
+    assert "lowtide::a range" in {event.name for event in profile.events()}
 
 
 def test_modes_and_autocast_are_noticed() -> None:

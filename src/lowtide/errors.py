@@ -18,8 +18,9 @@
     ├── RunDirectoryError       a run directory belongs to another run
     ├── SwapError               a swapped tensor did not come back as it left
     ├── TraceError              a Trace cannot be made or read
-    ├── VerificationError       a run with lowtide differs from the same run without it
-    └── UnitError               a size or a duration cannot be read, such as "24 parsecs"
+    ├── UnitError               a size or a duration cannot be read, such as "24 parsecs"
+    ├── UnsupportedTorchError   this torch does not have a private name that a feature needs
+    └── VerificationError       a run with lowtide differs from the same run without it
 
 Every message says what was found, where, what was expected and what to do.
 """
@@ -44,6 +45,7 @@ __all__ = [
     "TraceError",
     "UnitError",
     "UnmatchedError",
+    "UnsupportedTorchError",
     "VerificationError",
 ]
 
@@ -118,3 +120,7 @@ class VerificationError(LowtideError):
 
 class UnitError(LowtideError, ValueError):
     """A size or a duration cannot be read."""
+
+
+class UnsupportedTorchError(LowtideError, ImportError):
+    """This torch does not have a private name that a feature needs."""

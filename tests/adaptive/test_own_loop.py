@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 import tide
-from lowtide._torch_private import dispatch_modes_on, top_saved_tensors_hooks
+from lowtide._torch_private.modes import dispatch_modes_on
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.adaptive.session import Adaptive
 from lowtide.errors import RescueError
 from tide import faults

@@ -14,7 +14,7 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide._torch_private import current_dispatch_mode
+from lowtide._torch_private.modes import current_dispatch_mode
 from lowtide.adaptive.rescue import Rescue
 from lowtide.errors import RescueError
 from tide import faults

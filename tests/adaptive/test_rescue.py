@@ -15,7 +15,7 @@ import torch
 from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 
-from lowtide._torch_private import scoped_library
+from lowtide._torch_private.operators import scoped_library
 from lowtide.adaptive.rescue import Rescue
 from lowtide.errors import RescueError
 from ranks import Ranks

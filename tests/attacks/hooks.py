@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from attacks.harness import BOTH, Found, Side, attack, train
 from attacks.parts import WIDTH, Block, Net, stack
 from attacks.treatments import ADAPTED, APPLIED, EVERY
-from lowtide._torch_private import top_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 
 __all__: list[str] = []
 

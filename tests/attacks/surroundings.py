@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lowtide._torch_private import function_modes, top_saved_tensors_hooks
+from lowtide._torch_private.modes import function_modes
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 
 __all__ = ["Memory", "Surroundings", "has_own_forward", "settled", "shape_of"]
 

@@ -11,7 +11,7 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide._torch_private import FakeTensorMode
+from lowtide._torch_private.fake import FakeTensorMode
 from lowtide.cost.imagined import device_kernels
 from lowtide.models.build import build_model
 from lowtide.trace.capture import capture

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide._torch_private import TorchDispatchMode
+from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.cost.kernels import kernel_flops, kind_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import tide
-from lowtide._torch_private import TorchDispatchMode
+from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.cost.kernel import is_free
 from lowtide.cost.kernels import kind_of
 from lowtide.cost.rerun import CannotRerunError, arguments_of, rerun

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, resolve, verify
-from lowtide._torch_private import FakeTensorMode
+from lowtide._torch_private.fake import FakeTensorMode
 from lowtide.errors import ModelError
 from lowtide.models.auxiliary import set_auxiliary_scale
 from lowtide.models.build import build_model

@@ -19,6 +19,7 @@ from lowtide.planner.simulation import StageSimulation
 from lowtide.planner.stage import Stage
 from lowtide.planner.swapping import IN_FLIGHT_BYTES
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, resolve
+from lowtide.trace.trace import Trace
 from traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace
 
 MS = 1e-3
@@ -185,6 +186,26 @@ def test_leaving_out_micro_batches_that_repeat_changes_nothing() -> None:
     assert [stage.peak + buffers for stage in few.stages] == [stage.peak for stage in many.stages]
     alone = max(stage.seconds for stage in simulate(trace, policy, DEVICE, even_pipeline(4, micro_batches=32)).stages)
     assert alone / 2 < many.seconds < alone
+
+
+def test_boundaries_that_are_freed_cost_the_first_stages_nothing_for_further_micro_batches() -> None:
+    policy = policy_of(layers=4, linear=Recompute())
+    kept = hand_made_trace(4)
+    freed = replace(kept, frees_boundaries=True)
+    assert Trace.from_json(freed.as_json()) == freed
+
+    def peaks(trace: Trace, micro_batches: int, schedule: ScheduleName = "1f1b") -> list[int]:
+        pipeline = even_pipeline(4, stages=4, micro_batches=micro_batches, schedule=schedule)
+        return [stage.peak for stage in simulate(trace, policy, DEVICE, pipeline).stages]
+
+    few, many = peaks(freed, 8), peaks(freed, 32)
+    assert many[:-1] == few[:-1]
+    assert many[-1] == few[-1] + 24 * SIZE  # the losses hold the last stage's inputs until the step has ended
+    assert peaks(kept, 32)[-1] == many[-1]
+    # At the peak, a backward: of eight gradients' buffers there is one, and of four micro-batches' outputs none.
+    assert peaks(kept, 8)[0] - few[0] == (7 + 4) * SIZE
+    # Under GPipe all outputs live until the last forward has ended, which then is the peak.
+    assert 7 * SIZE < peaks(kept, 8, "gpipe")[0] - peaks(freed, 8, "gpipe")[0] < (7 + 8) * SIZE
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v"])

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from lowtide._torch_private import top_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.errors import RebuildError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply

@@ -14,7 +14,7 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 
 import tide
-from lowtide._torch_private import TorchDispatchMode
+from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.policy import LayerPolicy, Pattern, Recompute, Rule, Swap
 from lowtide.runtime.limits import Limits
 from stacks import ROWS, WIDTH, gated, same, swap, train

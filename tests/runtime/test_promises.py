@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch_private import top_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.errors import UnmatchedError
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply

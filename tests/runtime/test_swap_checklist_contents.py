@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import tide
-from lowtide._torch_private import storage_key
+from lowtide._torch_private.storages import storage_key
 from lowtide.errors import SwapError
 from lowtide.operators.saved import unpack
 from lowtide.policy import LayerPolicy, Pattern, Recompute, Rule, Swap

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide._torch_private import dispatch_modes, function_modes, top_saved_tensors_hooks
+from lowtide._torch_private.modes import dispatch_modes, function_modes
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.errors import PolicyError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide._torch_private import FakeTensorMode
+from lowtide._torch_private.fake import FakeTensorMode
 from lowtide.errors import TraceError
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder

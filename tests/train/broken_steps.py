@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from layout_cases import MODELS
-from lowtide._torch_private import TorchDispatchMode
+from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.train.loop import Loop
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions

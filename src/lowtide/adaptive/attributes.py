@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lowtide._torch_private import storage_bytes, version_of
+from lowtide._torch_private.storages import storage_bytes
+from lowtide._torch_private.versions import version_of
 from lowtide.errors import RescueError
 
 __all__ = ["Attributes"]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lowtide._torch_private import insert_saved_tensors_hooks, remove_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import insert_saved_tensors_hooks, remove_saved_tensors_hooks
 from lowtide.adaptive.on_host import HostCopies
 from lowtide.errors import TraceError
 from lowtide.operators.kinds import LayerKind

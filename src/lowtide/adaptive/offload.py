@@ -27,18 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
-    PLAIN,
-    DisableTorchFunction,
-    StorageWeakRef,
-    count_of_writes,
-    storage_users,
-    taken_apart,
-    unseen_by_modes,
-    version_of,
-    weak_storage,
-    without_graph,
-)
+from lowtide._torch_private.modes import DisableTorchFunction, unseen_by_modes
+from lowtide._torch_private.nodes import without_graph
+from lowtide._torch_private.storages import StorageWeakRef, storage_users, weak_storage
+from lowtide._torch_private.subclasses import PLAIN, taken_apart
+from lowtide._torch_private.versions import count_of_writes, version_of
 from lowtide.adaptive.counts import Counts
 from lowtide.operators.saved import Saved, kept_apart
 from lowtide.out_of_memory import is_out_of_memory

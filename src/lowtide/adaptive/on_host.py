@@ -17,7 +17,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import DisableTorchFunction, inner_tensor, is_own_output, node_number
+from lowtide._torch_private.modes import DisableTorchFunction
+from lowtide._torch_private.nodes import is_own_output, node_number
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import OffloadableStorage, SavedStorages
 from lowtide.operators.saved import Saved

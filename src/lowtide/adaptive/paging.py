@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import inner_tensor, storage_key, unseen_by_modes
+from lowtide._torch_private.modes import unseen_by_modes
+from lowtide._torch_private.storages import storage_key
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import bytes_of
 from lowtide.operators.calls import tensors_of

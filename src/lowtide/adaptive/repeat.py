@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import forget_unscaling, generator_key, inner_tensor, version_of
+from lowtide._torch_private.generators import generator_key
+from lowtide._torch_private.scaler import forget_unscaling
+from lowtide._torch_private.subclasses import inner_tensor
+from lowtide._torch_private.versions import version_of
 from lowtide.adaptive.attributes import Attributes
 from lowtide.errors import RescueError
 from lowtide.runtime.randomness import ProcessRandom, RandomState

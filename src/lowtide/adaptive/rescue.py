@@ -29,13 +29,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch_private import (
-    calling_scaler,
-    current_backward,
-    insert_saved_tensors_hooks,
-    remove_saved_tensors_hooks,
-    storage_key,
-)
+from lowtide._torch_private.backward import current_backward
+from lowtide._torch_private.saved_tensor_hooks import insert_saved_tensors_hooks, remove_saved_tensors_hooks
+from lowtide._torch_private.scaler import calling_scaler
+from lowtide._torch_private.storages import storage_key
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import SavedStorages
 from lowtide.adaptive.paging import Pager

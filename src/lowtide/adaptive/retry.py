@@ -25,17 +25,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lowtide._torch_private import (
-    COLLECTIVE_NAMESPACES,
-    PLAIN,
-    WRITES_UNCOUNTED,
+from lowtide._torch_private.collectives import COLLECTIVE_NAMESPACES
+from lowtide._torch_private.modes import (
     TorchDispatchMode,
     dispatch_modes_on,
     insert_dispatch_mode,
     remove_dispatch_mode,
-    resize_watchers,
-    written_arguments,
 )
+from lowtide._torch_private.storages import resize_watchers
+from lowtide._torch_private.subclasses import PLAIN
+from lowtide._torch_private.versions import WRITES_UNCOUNTED, written_arguments
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.paging import Pager, touched_by
 from lowtide.operators.calls import tensors_of

@@ -38,7 +38,7 @@ def survey_model(source: str, batch: int, sequence: int, autocast: Precision, la
 
     import torch
 
-    from lowtide._torch_private import FakeTensorMode
+    from lowtide._torch_private.fake import FakeTensorMode
     from lowtide.errors import LowtideError
     from lowtide.operators.load import does_not_run, load_model, one_sequence_each
     from lowtide.operators.survey import survey

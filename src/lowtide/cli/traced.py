@@ -136,7 +136,7 @@ def _from_file(source: str, layout: Layout, progress: Callable[[str], None]) -> 
 def _from_model(source: str, layout: Layout, progress: Callable[[str], None]) -> Trace:
     import torch
 
-    from lowtide._torch_private import FakeTensorMode
+    from lowtide._torch_private.fake import FakeTensorMode
     from lowtide.operators.load import does_not_run, load_model, one_sequence_each
     from lowtide.trace.capture import capture
 

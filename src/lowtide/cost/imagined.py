@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import scoped_library
+from lowtide._torch_private.operators import scoped_library
 from lowtide.cost.kernels import Family
 
 __all__ = ["device_kernels"]

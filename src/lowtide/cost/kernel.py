@@ -68,7 +68,7 @@ def fingerprint(kernel: KernelWork) -> str:
 
 def is_free(kind: str) -> bool:
     """Whether a kind is no work of a device."""
-    return kind in FREE or kind.endswith("::wait_tensor")
+    return kind in FREE or kind.endswith(("::wait_tensor", "::wait_tensors"))
 
 
 def kernel_class(kind: str) -> Literal["matmul", "attention", "memory"]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide._torch_private import resolved_operator
+from lowtide._torch_private.operators import resolved_operator
 from lowtide.cost.kernels import ATTENTION, attention_arguments
 from lowtide.cost.shape import Name, TensorShape, read_shape
 from lowtide.errors import TraceError

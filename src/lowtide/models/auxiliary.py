@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import current_backward
+from lowtide._torch_private.backward import current_backward
 
 __all__ = ["Auxiliary", "auxiliaries_of", "set_auxiliary_scale"]
 

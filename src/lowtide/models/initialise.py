@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowtide._torch_private import held_indices
+from lowtide._torch_private.placements import held_indices
 from lowtide.models.decoder import Decoder
 from lowtide.models.kernels import choose
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide._torch_private import DisableTorchFunction
+from lowtide._torch_private.modes import DisableTorchFunction
 
 __all__ = ["Kernel", "choose", "eager_rope", "eager_swiglu", "rope", "swiglu"]
 

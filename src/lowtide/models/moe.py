@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
-from lowtide._torch_private import exchange_rows
+from lowtide._torch_private.collectives import exchange_rows
 from lowtide.errors import ModelError
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.feed_forward import FeedForward, FusedSwiGLU

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide._torch_private import current_backward
+from lowtide._torch_private.backward import current_backward
 from lowtide.models.auxiliary import Auxiliary, auxiliaries_of
 from lowtide.models.experts_shape import ExpertsShape
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch_private import is_collective, remove_function_mode, tree_leaves, tree_map
+from lowtide._torch_private.collectives import is_collective
+from lowtide._torch_private.modes import remove_function_mode
+from lowtide._torch_private.operators import tree_leaves, tree_map
 from lowtide.operators.wrappers import Function, Wrappers
 
 __all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors_of"]

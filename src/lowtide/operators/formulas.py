@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide._torch_private import TorchDispatchMode, hide_dispatch_mode
+from lowtide._torch_private.modes import TorchDispatchMode, hide_dispatch_mode
 from lowtide.operators.calls import tensors_of
 
 __all__ = ["Formulas", "has_two_formulas"]

@@ -23,28 +23,19 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
-    COLLECTIVE_NAMESPACES,
-    PLAIN,
-    WRITES_UNCOUNTED,
-    DisableTorchFunction,
-    StorageWeakRef,
-    TorchDispatchMode,
-    count_of_writes,
-    has_storage,
+from lowtide._torch_private.backward import in_forward_mode
+from lowtide._torch_private.collectives import COLLECTIVE_NAMESPACES
+from lowtide._torch_private.modes import DisableTorchFunction, TorchDispatchMode, remove_dispatch_mode
+from lowtide._torch_private.nodes import is_own_output
+from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
-    in_forward_mode,
-    is_own_output,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
-    remove_dispatch_mode,
     remove_saved_tensors_hooks,
-    storage_bytes,
-    storage_key,
-    version_of,
-    weak_storage,
-    written_arguments,
 )
+from lowtide._torch_private.storages import StorageWeakRef, has_storage, storage_bytes, storage_key, weak_storage
+from lowtide._torch_private.subclasses import PLAIN
+from lowtide._torch_private.versions import WRITES_UNCOUNTED, count_of_writes, version_of, written_arguments
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site, tensors_of
 from lowtide.operators.observation import Call, Observation, Pack, Source

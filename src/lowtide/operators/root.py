@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import storage_bytes, under_compilation
+from lowtide._torch_private.compiled import under_compilation
+from lowtide._torch_private.storages import storage_bytes
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.observation import Source
 from lowtide.operators.observe import OnWrite, Profiler

@@ -7,7 +7,9 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from lowtide._torch_private import is_own_output, top_saved_tensors_hooks, version_of, without_graph
+from lowtide._torch_private.nodes import is_own_output, without_graph
+from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
+from lowtide._torch_private.versions import version_of
 
 __all__ = ["Kept", "PackHook", "Saved", "foreign_pack_hook", "kept", "kept_apart", "unpack"]
 

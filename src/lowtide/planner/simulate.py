@@ -16,10 +16,11 @@ from typing import NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
+from lowtide.planner.boundaries import boundary_bytes
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, actions, replay
 from lowtide.planner.simulation import Simulation, StageSimulation
-from lowtide.planner.stage import Decided, Stage, boundary_bytes
+from lowtide.planner.stage import Decided, Stage
 from lowtide.policy import (
     Catalogue,
     Decision,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
+from lowtide.planner.boundaries import StageEnds
 from lowtide.planner.casts import cast_weights, without_casts
 from lowtide.planner.instance import Instance
 from lowtide.planner.pipeline import Pipeline
@@ -18,7 +19,7 @@ from lowtide.planner.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
 from lowtide.trace.trace import Part, Static, Trace, Value
 
-__all__ = ["Decided", "Stage", "boundary_bytes"]
+__all__ = ["Decided", "Stage"]
 
 Decided: TypeAlias = tuple[Mapping[str, Decision], Keep | Swap, bool]
 """What becomes of a layer's operators, of its input, and whether it is recomputed as a whole."""
@@ -57,7 +58,7 @@ class Stage:
             if not any(value.gradient for one in (around if step in around else [step]) for value in one.values):
                 _allocate(self.rank, step.program.part.static.gradients, "gradients", step.layer)
         self.casts = _cast(self.rank, steps) if _is_split(pipeline) else []
-        self.ends = [_Ends(self.rank, chunk, pipeline, number, place) for place, chunk in enumerate(self.chunks)]
+        self.ends = [self._ends(pipeline, place) for place in range(len(self.chunks))]
         self.running: dict[tuple[int, int], _Running] = {}
         self.most = 0
         self.seconds: dict[Action, float] = {}
@@ -65,6 +66,12 @@ class Stage:
         self.weight_share = _weight_share(self.rank, steps) if pipeline.schedule in HALVES else 0.0
         """The share of a backward that computes parameters' gradients, where it has two halves."""
         self.optimizer_seconds = 0.0
+
+    def _ends(self, pipeline: Pipeline, chunk: int) -> StageEnds:
+        own = self.chunks[chunk]
+        first, last = own[0].program.part, own[-1].program.part
+        place = position(pipeline, self.number, chunk)
+        return StageEnds(self.rank, first, last, pipeline, place, frees=self.trace.frees_boundaries)
 
     @property
     def now(self) -> float:
@@ -211,62 +218,6 @@ def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
     return found
 
 
-class _Ends:
-    """A chunk's ends: what it receives and sends, and who holds that."""
-
-    def __init__(self, rank: Rank, chunk: Sequence[_Step], pipeline: Pipeline, stage: int, number: int) -> None:
-        self.rank = rank
-        place = position(pipeline, stage, number)
-        self.first, self.last = place == 0, place == pipeline.stages * pipeline.chunks - 1
-        self.split = _is_split(pipeline)
-        self.sent: Storage | None = None
-        self.latest: Storage | None = None
-        given = 0 if self.first else boundary_bytes(chunk[0].program.part, "input")
-        returned = 0 if self.last else boundary_bytes(chunk[-1].program.part, "output_gradient")
-        self.inputs = [self._buffer(given) for _ in range(pipeline.micro_batches if given else 0)]
-        self.gradients = [self._buffer(returned) for _ in range(pipeline.micro_batches if returned else 0)]
-
-    def _buffer(self, size: int) -> Storage:
-        storage = self.rank.make(size)
-        storage.what = "boundaries"
-        return storage
-
-    def input(self, micro_batch: int) -> Storage | None:
-        """What the chunk is given, held once more."""
-        return _held(self.inputs, micro_batch)
-
-    def gradient(self, micro_batch: int) -> Storage | None:
-        """The gradient of what it gave."""
-        return _held(self.gradients, micro_batch)
-
-    def gave(self, output: Storage | None) -> None:
-        """What a forward gave is held until its backward has ended, and also until the next forward has."""
-        if output is not None and self.split:
-            output.count += 1
-        if self.latest is not None:
-            self.rank.drop(self.latest)
-        self.latest = output if self.split else None
-
-    def send_back(self, gradient: Storage | None) -> None:
-        """The gradient of the input is held until the next one is on its way."""
-        if self.sent is not None:
-            self.rank.drop(self.sent)
-        self.sent = gradient
-
-    def close(self) -> None:
-        """The schedule has ended."""
-        self.send_back(None)
-        self.gave(None)
-
-
-def _held(buffers: Sequence[Storage], micro_batch: int) -> Storage | None:
-    if not buffers:
-        return None
-    storage = buffers[micro_batch]
-    storage.count += 1
-    return storage
-
-
 @dataclass
 class _Running:
     """A micro batch in a chunk, between its forward and its backward."""
@@ -275,9 +226,10 @@ class _Running:
     instances: list[Instance]
     until_backward: list[Storage]
     output: Storage | None
+    """What the stage holds of its output until this backward has ended."""
 
 
-def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: int) -> _Running:
+def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batch: int) -> _Running:
     instances: list[Instance] = []
     until: Mapping[str, list[Storage]] = {"forward": [], "backward": []}
     storage = ends.input(micro_batch)
@@ -315,11 +267,10 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: i
     for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         player.rank.drop(one)
     output = instances[-1].kept if storage is None else storage
-    ends.gave(output)
-    return _Running(micro_batch, instances, until["backward"], output)
+    return _Running(micro_batch, instances, until["backward"], ends.gave(output))
 
 
-def _backward(player: Player, running: _Running, ends: _Ends) -> None:
+def _backward(player: Player, running: _Running, ends: StageEnds) -> None:
     gradient = ends.gradient(running.micro_batch)
     handed: list[Storage | None] = []
     for instance in reversed(running.instances):
@@ -337,6 +288,7 @@ def _backward(player: Player, running: _Running, ends: _Ends) -> None:
         player.rank.drop(storage)
     if running.output is not None:
         player.rank.drop(running.output)
+    ends.ended(running.micro_batch)
 
 
 def _optimize(player: Player, trace: Trace, static: Sequence[Static]) -> None:
@@ -346,14 +298,6 @@ def _optimize(player: Player, trace: Trace, static: Sequence[Static]) -> None:
     share = sum(sum(one.parameters) for one in static) / total if total else 1.0
     part = trace.optimizer.scaled(share) if share < 1 else trace.optimizer
     player.optimize(part, codes_of(part))
-
-
-def boundary_bytes(part: Part, name: str) -> int:
-    """The bytes of a value that a part names; a gradient is as large as its value."""
-    value = getattr(part, name)
-    if value is None and name == "output_gradient":
-        value = part.output
-    return part.values[value].size if value is not None else 0
 
 
 def _weight_share(rank: Rank, steps: Sequence[_Step]) -> float:

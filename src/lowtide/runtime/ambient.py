@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import _C
 
-from lowtide._torch_private import (
+from lowtide._torch_private.backward import current_backward
+from lowtide._torch_private.modes import (
     DeviceContext,
-    current_backward,
     dispatch_modes,
     dispatch_modes_on,
     function_modes,

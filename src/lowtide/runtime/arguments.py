@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import version_of
+from lowtide._torch_private.versions import version_of
 from lowtide.errors import RebuildError
 
 __all__ = ["Copied", "is_shared"]

@@ -29,15 +29,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import (
-    PLAIN,
-    autocast_contexts,
-    autocast_state,
-    finish_collective,
-    profiler_range,
-    set_grad_enabled,
-    version_of,
-)
+from lowtide._torch_private.autocast import autocast_contexts, autocast_state
+from lowtide._torch_private.backward import set_grad_enabled
+from lowtide._torch_private.collectives import finish_collective
+from lowtide._torch_private.profiler import profiler_range
+from lowtide._torch_private.subclasses import PLAIN
+from lowtide._torch_private.versions import version_of
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
 from lowtide.operators.saved import Saved

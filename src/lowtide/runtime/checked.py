@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import inner_tensor
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import VerificationError
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind

@@ -32,15 +32,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch_private import (
-    DisableTorchFunction,
-    finish_collective,
-    group_name_of,
-    group_named,
-    is_collective,
-    tree_map,
-    unseen_by_modes,
-)
+from lowtide._torch_private.collectives import finish_collective, group_name_of, group_named, is_collective
+from lowtide._torch_private.modes import DisableTorchFunction, unseen_by_modes
+from lowtide._torch_private.operators import tree_map
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers

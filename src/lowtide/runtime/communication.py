@@ -21,12 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide._torch_private import (
-    landed_tensor,
-    storage_bytes,
-    storage_key,
-    subclass_wrapper,
-)
+from lowtide._torch_private.storages import storage_bytes, storage_key
+from lowtide._torch_private.subclasses import landed_tensor, subclass_wrapper
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.saved import Saved, kept_apart, unpack

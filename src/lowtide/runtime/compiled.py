@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import is_compiled, storage_key
+from lowtide._torch_private.compiled import is_compiled
+from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved, kept_apart
 from lowtide.operators.wrappers import Function

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from lowtide._torch_private import compiled_call
+from lowtide._torch_private.compiled import compiled_call
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site
 from lowtide.operators.kinds import LayerKind, layer_kind

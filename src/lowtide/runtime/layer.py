@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
+from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     remove_saved_tensors_hooks,
-    storage_key,
 )
+from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import PackHook, Saved, kept_apart, unpack
 from lowtide.operators.wrappers import Function, Wrappers

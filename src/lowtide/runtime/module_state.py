@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import PLAIN, dict_version, storage_bytes, unseen_by_modes, version_of
+from lowtide._torch_private.compiled import dict_version
+from lowtide._torch_private.modes import unseen_by_modes
+from lowtide._torch_private.storages import storage_bytes
+from lowtide._torch_private.subclasses import PLAIN
+from lowtide._torch_private.versions import version_of
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared
 from lowtide.runtime.outside import Outside, Variable

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import profiler_range
+from lowtide._torch_private.profiler import profiler_range
 from lowtide.runtime.disk import DiskFile, Extent, Task
 from lowtide.runtime.host import HostBuffer, HostPool
 from lowtide.runtime.ledger import Ledger, Line

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import current_accelerator
+from lowtide._torch_private.generators import current_accelerator
 
 __all__ = ["HostRandom", "ProcessRandom", "RandomState", "default_generators", "is_accelerator_used", "is_generator"]
 

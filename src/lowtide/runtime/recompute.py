@@ -24,13 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch_private import (
-    current_backward,
-    group_name_of,
-    is_collective,
-    is_dynamo_compiling,
-    profiler_range,
-)
+from lowtide._torch_private.backward import current_backward
+from lowtide._torch_private.collectives import group_name_of, is_collective
+from lowtide._torch_private.compiled import is_dynamo_compiling
+from lowtide._torch_private.profiler import profiler_range
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, take_back
 from lowtide.policy import Keep, Policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from lowtide._torch_private import under_compilation
+from lowtide._torch_private.compiled import under_compilation
 from lowtide.errors import PolicyError
 from lowtide.operators.saved import foreign_pack_hook
 

@@ -9,14 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide._torch_private import (
-    StorageWeakRef,
-    count_of_writes,
-    inner_tensor,
-    storage_key,
-    version_of,
-    weak_storage,
-)
+from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
+from lowtide._torch_private.subclasses import inner_tensor
+from lowtide._torch_private.versions import count_of_writes, version_of
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved
 from lowtide.runtime.arguments import Copied, is_shared

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import DisableTorchFunction, is_cast, storage_bytes
+from lowtide._torch_private.modes import DisableTorchFunction
+from lowtide._torch_private.nodes import is_cast
+from lowtide._torch_private.storages import storage_bytes
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved, kept, kept_apart
 from lowtide.operators.wrappers import Function

@@ -7,15 +7,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import (
-    PLAIN,
-    DisableTorchFunction,
-    StorageWeakRef,
-    storage_key,
-    taken_apart,
-    weak_storage,
-    without_graph,
-)
+from lowtide._torch_private.modes import DisableTorchFunction
+from lowtide._torch_private.nodes import without_graph
+from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
+from lowtide._torch_private.subclasses import PLAIN, taken_apart
 from lowtide.operators.saved import Kept, PackHook, Saved
 from lowtide.policy import Swap
 from lowtide.runtime.disk import DiskFile, Extent

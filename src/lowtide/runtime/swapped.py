@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import at_end_of_backward, current_backward
+from lowtide._torch_private.backward import at_end_of_backward, current_backward
 from lowtide.errors import SwapError
 from lowtide.operators.saved import Saved
 from lowtide.out_of_memory import is_out_of_memory

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import Subclass, inner_tensor, landed_tensor, subclass_wrapper
+from lowtide._torch_private.subclasses import Subclass, inner_tensor, landed_tensor, subclass_wrapper
 from lowtide.operators.saved import Saved
 
 __all__ = ["SavedParts", "View", "as_stored"]

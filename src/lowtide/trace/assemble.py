@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import storage_bytes, storage_key
+from lowtide._torch_private.storages import storage_bytes, storage_key
 from lowtide.operators import observation
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.families import aliases_of
@@ -65,6 +65,7 @@ def assemble(
         batch=batch,
         device=backward.device,
         measured=seconds is not None,
+        frees_boundaries=torch.__version__ >= "2.15",
     )
 
 

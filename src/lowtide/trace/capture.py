@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import FakeTensorMode, inner_tensor, storage_key
+from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.storages import storage_key
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import TraceError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers

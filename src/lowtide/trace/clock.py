@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import DisableTorchFunction
+from lowtide._torch_private.modes import DisableTorchFunction
 from lowtide.cost.stopwatch import moment, seconds_between
 from lowtide.operators.calls import tensors_of
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowtide._torch_private import at_end_of_backward, current_backward, current_node, storage_key
+from lowtide._torch_private.backward import at_end_of_backward, current_backward, current_node
+from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Hook, take_back
 from lowtide.trace.recorder import Mark, Occasion, Place, Recorder

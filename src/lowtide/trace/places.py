@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import DisableTorchFunction
+from lowtide._torch_private.modes import DisableTorchFunction
 from lowtide.operators.calls import CallTracker, tensors_of
 from lowtide.operators.wrappers import Hook, take_back
 from lowtide.trace.recorder import Recorder

@@ -28,22 +28,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private import (
-    Subclass,
-    TorchDispatchMode,
-    backward_node_number,
+from lowtide._torch_private.backward import backward_node_number
+from lowtide._torch_private.modes import TorchDispatchMode, insert_dispatch_mode, remove_dispatch_mode
+from lowtide._torch_private.nodes import node_number
+from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
-    insert_dispatch_mode,
     insert_saved_tensors_hooks,
-    node_number,
-    remove_dispatch_mode,
     remove_saved_tensors_hooks,
-    resize_watchers,
-    storage_key,
-    storage_of,
-    taken_apart,
-    written_arguments,
 )
+from lowtide._torch_private.storages import resize_watchers, storage_key, storage_of
+from lowtide._torch_private.subclasses import Subclass, taken_apart
+from lowtide._torch_private.versions import written_arguments
 from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
 from lowtide.cost.stopwatch import seconds_between
@@ -519,7 +514,7 @@ def imagined(tensor: Tensor) -> Saved:
 _WRAPPERS = {"DTensor", "AsyncCollectiveTensor", "NestedTensor"}
 _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
-    "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor",
+    "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors",
 }  # fmt: skip
 
 _FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}

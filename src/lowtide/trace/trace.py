@@ -271,6 +271,9 @@ class Trace:
     """Whether the kernels' seconds were measured."""
     notes: tuple[str, ...] = ()
     """What the trace assumes."""
+    frees_boundaries: bool = False
+    """Whether this torch's pipeline stages allocate a receive buffer when they receive and free an output when it is
+    sent, as they do since 2.15; before that, buffers live as long as the stage and outputs until their backward."""
 
     @property
     def catalogue(self) -> Catalogue:
@@ -325,6 +328,7 @@ class Trace:
                 device=value["device"],
                 measured=value["measured"],
                 notes=tuple(value["notes"]),
+                frees_boundaries=bool(value.get("frees_boundaries", False)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(f"not a Trace: {type(error).__name__}: {error}") from None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide._torch_private import group_named, storage_bytes
+from lowtide._torch_private.collectives import group_named
+from lowtide._torch_private.storages import storage_bytes
 
 __all__ = ["bytes_read", "communication", "computed_in"]
 
@@ -34,7 +35,7 @@ def computed_in(tensors: list[Tensor]) -> str:
 
 def communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[int, int]:
     """The ranks of a collective and the bytes of its full buffer; zeros for anything else."""
-    if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
+    if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional", "_dtensor"):
         return 0, 0
     ranks = 0
     for value in [*args, *kwargs.values()]:

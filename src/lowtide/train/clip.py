@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from lowtide._torch_private import multiply_all, norms_of
+from lowtide._torch_private.training.foreach import multiply_all, norms_of
 from lowtide.errors import ConfigError, ModelError
 
 __all__ = ["clip", "global_norm", "scale_gradients"]

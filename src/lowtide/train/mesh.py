@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowtide._torch_private import flattened
+from lowtide._torch_private.training.meshes import flattened
 from lowtide.train.run import Degrees, Run
 
 __all__ = ["Meshes", "make_meshes", "process_group", "rank_seed"]

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lowtide._torch_private import drop_pipeline_losses
+from lowtide._torch_private.training.resets import drop_pipeline_losses
 from lowtide.config.placement import Placement
 from lowtide.errors import ConfigError
 from lowtide.planner import pipeline as plan

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lowtide._torch_private import PLAIN, storage_key
+from lowtide._torch_private.storages import storage_key
+from lowtide._torch_private.subclasses import PLAIN
 from lowtide.config.problem import nearest
 from lowtide.errors import CheckpointError
 from lowtide.train import generators

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch_private import reset_reducer, reset_sharding
+from lowtide._torch_private.training.resets import reset_reducer, reset_sharding
 from lowtide.train.clip import clip, global_norm, scale_gradients
 from lowtide.train.data.batches import Batch
 from lowtide.train.expert_load import ExpertLoad

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from lowtide._torch_private import FakeTensorMode, imagined_process_group
+from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.training.meshes import imagined_process_group
 from lowtide.errors import TraceError
 from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lowtide._torch_private import inner_tensor, storage_key
+from lowtide._torch_private.storages import storage_key
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.agreement import Agreement
 from lowtide.errors import CheckpointError
 from lowtide.train.checkpoint import cause_of, stored_in

@@ -1,0 +1,50 @@
+"""The backward that is running: its number, its current node, what is called when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from lowtide._torch_private.needed import needed_for
+from lowtide._torch_private.nodes import node_sequence
+
+with needed_for("following backward"):
+    from torch._C import _current_autograd_node, _current_graph_task_id
+    from torch._C import _set_grad_enabled as set_grad_enabled
+
+__all__ = [
+    "at_end_of_backward",
+    "backward_node_number",
+    "current_backward",
+    "current_node",
+    "in_forward_mode",
+    "set_grad_enabled",
+]
+
+
+current_backward: Callable[[], int] = _current_graph_task_id
+"""A number for the backward that runs on this thread; -1 if none does."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that is running is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_forward_mode() -> bool:
+    """Whether tangents are computed now, by ``torch.func.jvp`` or by a dual level."""
+    return forward_ad._current_level >= 0
+
+
+def backward_node_number() -> int:
+    """The number of the node that backward is running on this thread; -1 if it runs none."""
+    node: Any = _current_autograd_node()
+    return -1 if node is None else node_sequence(node)
+
+
+def current_node() -> Any:
+    """The node that backward is running on this thread, until what it gave has been added to what was there."""
+    return _current_autograd_node()

@@ -1,0 +1,33 @@
+"""Operators by name, kernels registered for a while, and nested arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide._torch_private.needed import needed_for
+
+with needed_for("calling operators by name"):
+    from torch._C import _jit_resolve_packet
+    from torch.library import _scoped_library as scoped_library
+    from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "resolved_operator",
+    "scoped_library",
+    "tree_leaves",
+    "tree_map",
+]
+
+
+def resolved_operator(kind: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The operator that a name such as ``aten::add`` means with these arguments; AttributeError if there is none.
+
+    Finding it once is more than convenience: for each overload that does not fit, torch writes the arguments out.
+    """
+    space, _, name = kind.partition("::")
+    overload = _jit_resolve_packet(kind, *args, **kwargs)
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+    return found

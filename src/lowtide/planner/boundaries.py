@@ -1,0 +1,124 @@
+"""What a pipeline stage receives and sends, and how long it holds that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowtide.planner.pipeline import Pipeline
+from lowtide.planner.rank import Rank, Storage
+from lowtide.trace.trace import Part
+
+__all__ = ["StageEnds", "boundary_bytes"]
+
+
+class StageEnds:
+    """A chunk's ends: what it receives and sends, and who holds that.
+
+    [Note: receive buffers]
+    Up to torch 2.14 a stage has a receive buffer for every micro-batch from its first step on, and holds each output
+    until its backward has ended. Since 2.15 (``Trace.frees_boundaries``) a buffer is allocated right before its
+    receive. An input is held until its backward has ended, and until the next one is received: the schedule's list of
+    operations refers to it. An output that was sent is freed: when the next forward has ended or the next backward is
+    about to begin and has its gradient; under GPipe, when the last forward has ended. The last chunk holds all its
+    inputs until the step ends: the schedule keeps the losses, whose graphs end in the nodes that accumulate the
+    inputs' gradients.
+    """
+
+    def __init__(self, rank: Rank, first: Part, last: Part, pipeline: Pipeline, place: int, *, frees: bool) -> None:
+        """``first`` and ``last`` are the chunk's outermost parts, ``place`` its place among all chunks."""
+        chunks = pipeline.stages * pipeline.chunks
+        self.rank, self.frees, self.gpipe = rank, frees, pipeline.schedule == "gpipe"
+        self.first, self.last, self.split = place == 0, place == chunks - 1, chunks > 1
+        self.sent: Storage | None = None
+        self.latest: list[Storage] = []
+        """Outputs that are on their way, or that the schedule refers to."""
+        self.input_size = 0 if self.first else boundary_bytes(first, "input")
+        self.gradient_size = 0 if self.last else boundary_bytes(last, "output_gradient")
+        self.receives = self.frees and not self.last
+        """Whether inputs are allocated when they are received. Not in the last chunk: at its peak it has all of them,
+        those of micro-batches that are not replayed too."""
+        everyone = range(pipeline.micro_batches)
+        inputs = () if self.receives or not self.input_size else everyone
+        gradients = () if self.frees or not self.gradient_size else everyone
+        self.inputs = {number: self._buffer(self.input_size) for number in inputs}
+        self.gradients = {number: self._buffer(self.gradient_size) for number in gradients}
+        self.received: Storage | None = None
+
+    def _buffer(self, size: int) -> Storage:
+        storage = self.rank.make(size)
+        storage.what = "boundaries"
+        return storage
+
+    def input(self, micro_batch: int) -> Storage | None:
+        """What the chunk is given, held once more. See [Note: receive buffers]."""
+        if self.receives and self.input_size:
+            storage = self.inputs[micro_batch] = self._buffer(self.input_size)
+            storage.count += 1
+            if self.received is not None:
+                self.rank.drop(self.received)
+            self.received = storage
+        return _held(self.inputs, micro_batch)
+
+    def gradient(self, micro_batch: int) -> Storage | None:
+        """The gradient of what it gave, held once more."""
+        if self.frees:
+            if self.gpipe:
+                self._sent()
+            if self.gradient_size:
+                self.gradients[micro_batch] = self._buffer(self.gradient_size)
+            self._sent()
+        return _held(self.gradients, micro_batch)
+
+    def gave(self, output: Storage | None) -> Storage | None:
+        """A forward has ended; what is given back is to be held until its backward has."""
+        if not (self.frees and self.gpipe):
+            self._sent()
+        if output is None or not self.split:
+            return output
+        if self.frees and self.last:
+            return output
+        self.latest.append(output)
+        if self.frees:
+            return None
+        output.count += 1
+        return output
+
+    def _sent(self) -> None:
+        """Outputs have arrived where they were sent, and no longer belong to the schedule."""
+        for storage in self.latest:
+            self.rank.drop(storage)
+        self.latest = []
+
+    def ended(self, micro_batch: int) -> None:
+        """The backward of a micro-batch has ended."""
+        for received, buffers in ((self.receives, self.inputs), (self.frees, self.gradients)):
+            if received and (storage := buffers.pop(micro_batch, None)) is not None:
+                self.rank.drop(storage)
+
+    def send_back(self, gradient: Storage | None) -> None:
+        """The gradient of the input is held until the next one is on its way."""
+        if self.sent is not None:
+            self.rank.drop(self.sent)
+        self.sent = gradient
+
+    def close(self) -> None:
+        """The schedule has ended."""
+        self.send_back(None)
+        self._sent()
+        if self.received is not None:
+            self.rank.drop(self.received)
+
+
+def _held(buffers: Mapping[int, Storage], micro_batch: int) -> Storage | None:
+    storage = buffers.get(micro_batch)
+    if storage is not None:
+        storage.count += 1
+    return storage
+
+
+def boundary_bytes(part: Part, name: str) -> int:
+    """The bytes of a value that a part names; a gradient is as large as its value."""
+    value = getattr(part, name)
+    if value is None and name == "output_gradient":
+        value = part.output
+    return part.values[value].size if value is not None else 0

@@ -1,0 +1,101 @@
+"""What the reference runner relies on in torch's private names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide._torch_private.training.meshes import flattened, imagined_process_group
+from lowtide._torch_private.training.resets import reset_reducer, reset_sharding
+
+
+class BrokenOffError(Exception):
+    pass
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def step(model: Callable[[Tensor], Tensor], *, broken_by: nn.Module | None = None) -> None:
+    """A forward and a backward, which may be broken off where it comes to a module."""
+
+    def fail(*_: Any) -> None:
+        raise BrokenOffError
+
+    handle = broken_by.register_full_backward_pre_hook(fail) if broken_by is not None else None
+    given = torch.arange(6.0).view(2, 3).requires_grad_()
+    try:
+        model(given).square().sum().backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    assert None not in found
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found if one is not None]
+
+
+def test_ddp_forgets_a_backward_that_was_broken_off(alone: None) -> None:
+    plain, model = model_of(), model_of()
+    step(plain)
+    parallel = DistributedDataParallel(model)
+    with pytest.raises(BrokenOffError):
+        step(parallel, broken_by=model[0])
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        step(parallel)
+    model.zero_grad()
+    reset_reducer(parallel)
+    step(parallel)
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_fsdp_forgets_the_gradients_of_a_step_that_was_broken_off(alone: None, synchronized: bool) -> None:
+    """Those that were accumulated and not reduced yet are the gathered parameters' own."""
+    plain, model = model_of(), model_of()
+    step(plain)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_requires_gradient_sync(synchronized)  # type: ignore[operator]
+    if not synchronized:
+        step(model)
+    with pytest.raises(BrokenOffError):
+        step(model, broken_by=model[0])
+    model.zero_grad()
+    reset_sharding(model)
+    model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    step(model)
+    assert all(map(torch.equal, gradients(model), gradients(plain)))
+
+
+def test_ranks_can_be_imagined_and_their_meshes_flattened() -> None:
+    with imagined_process_group(8):
+        assert (dist.get_world_size(), dist.get_rank()) == (8, 0)
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+        both = flattened(mesh, ("replicate", "shard"), "data")
+        assert both.size() == 4
+        assert mesh["data"].mesh.tolist() == [0, 1, 2, 3]
+        dist.all_reduce(torch.ones(1))  # nobody answers, and nobody is waited for
+    assert not dist.is_initialized()
