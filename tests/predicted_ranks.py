@@ -82,7 +82,7 @@ def _built(rank: TracedRank, policy: Policy, device: torch.device) -> tuple[Deco
     divide_matrices(model, rank, meshes)
     divide_experts(model, meshes)
     own = replace(policy, layers=tuple(policy.layers[layer] for layer in mine))
-    handle = apply(model, own, layers="layers", partial=stages > 1)
+    handle = apply(model, own, layers="layers", allow_unmatched=stages > 1)
     share_data(model, model.layers.values(), rank, meshes)
     model.to_empty(device=device)
     initialise(model, seed=0)

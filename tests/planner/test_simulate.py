@@ -238,3 +238,9 @@ def test_after_a_step_nothing_is_left_but_parameters_and_gradients(
     assert stage.rank.allocator.allocated == 2 * PARAMETER * len(layers)
     assert stage.player.swapping.host_bytes == 0
     assert found.peak >= stage.rank.allocator.allocated
+
+
+def test_a_uniform_policy_is_simulated_on_every_layer() -> None:
+    uniform = Policy.uniform(default=Recompute())
+    trace = hand_made_trace(3)
+    assert simulate(trace, uniform, DEVICE) == simulate(trace, uniform.for_layers(3), DEVICE)

@@ -56,8 +56,6 @@ def expand(
     problems: Sequence[StageProblem],
     solutions: Sequence[StageSolution],
     layers: int,
-    *,
-    root: LayerPolicy | None = None,
 ) -> Policy:
     """The Policy that the counts stand for, over ``layers`` layers; those of stages that are not given keep all."""
     keep = LayerPolicy()
@@ -77,7 +75,7 @@ def expand(
         for layer, choice in choices.items():
             policy = layer_policy(choice, distances.get(choice.key, {}))
             made[layer] = shared.setdefault(policy, policy)
-    return Policy(layers=tuple(made.values()), root=root or LayerPolicy(), origin="solver")
+    return Policy(layers=tuple(made.values()), origin="solver")
 
 
 def choices_of(groups: Iterable[GroupCounts]) -> dict[int, Choice]:

@@ -88,6 +88,7 @@ def make_plan(
     if pipeline is None or not pipeline.placement:
         micro_batches = pipeline.micro_batches if pipeline is not None else 1
         pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
+    fixed = fixed.for_layers(len(trace.layers)) if fixed is not None else None
     seconds = _Seconds(device)
     problems = stage_problems(
         trace,
@@ -371,8 +372,7 @@ class _Search:
         return replace(chosen.simulation, stages=tuple(stages))
 
     def _policy(self, tries: Sequence[Try]) -> Policy:
-        root = self.fixed.root if self.fixed is not None else None
-        return expand(self.problems, [one.solution for one in tries], self.layers, root=root)
+        return expand(self.problems, [one.solution for one in tries], self.layers)
 
     def _stage(self, problem: StageProblem, solution: StageSolution) -> StageSimulation:
         policy = expand([problem], [solution], self.layers)
@@ -437,7 +437,7 @@ class _Search:
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
                 f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
-                " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
+                " the head and the loss need; lowtide.models.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
             "how much faster another Policy could be is the solver's bound, by its own model of bytes and seconds, for"

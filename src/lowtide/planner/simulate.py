@@ -10,7 +10,7 @@ receives are allocated once for all micro batches, as torch's pipelining does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -22,9 +22,8 @@ from lowtide.planner.simulation import Simulation, StageSimulation
 from lowtide.planner.stage import Decided, Stage, boundary_bytes
 from lowtide.policy import (
     Catalogue,
+    Communication,
     Decision,
-    Keep,
-    LayerPolicy,
     Policy,
     Recompute,
     Resolution,
@@ -64,6 +63,7 @@ def simulate(
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
+    policy = policy.for_layers(len(trace.layers)) if isinstance(policy, Policy) else policy
     layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     make = partial(Stage, trace, layers, device, pipeline, limit=limit)
@@ -132,7 +132,7 @@ def _finished(stage: Stage, *, optimizer: bool) -> Played:
 def _of_stage(policy: Policy, pipeline: Pipeline, stage: int) -> Policy:
     """All of a Policy that a stage's replay depends on."""
     own = tuple(policy.layers[layer] for chunk in pipeline.placement[stage] for layer in chunk)
-    return replace(policy, layers=own, root=LayerPolicy())
+    return replace(policy, layers=own)
 
 
 def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:
@@ -180,7 +180,7 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
     found: dict[int, Decided] = {}
     for own in (chunk for stage in pipeline.placement for chunk in stage):
         if isinstance(policy, Policy):
-            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own), root=LayerPolicy())
+            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own))
             catalogue = Catalogue(tuple(trace.parts[trace.layers[layer]].catalogue for layer in own))
             resolved = resolve(part, catalogue, require_match=False).layers
             whole = [one.recomputed_as_a_whole for one in part.layers]
@@ -199,7 +199,7 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
 
 def _decisions(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
     """A layer's decisions, with those for its collectives."""
-    if not resolved.repeated_collectives and not resolved.kept_collectives:
+    if not resolved.reissued_collectives and not resolved.kept_collectives:
         return resolved.decisions
     communicating = {kernel.operator for kernel in part.kernels if kernel.ranks}
     changed, _ = with_collectives(
@@ -217,17 +217,11 @@ def _is_cat(operator: str) -> bool:
 
 def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     notes = []
-    root = policy.root
-    decided = root != LayerPolicy() if isinstance(policy, Policy) else any(
-        not isinstance(one, Keep) for one in policy.root.decisions.values()
-    )  # fmt: skip
-    if decided:
-        notes.append("decisions for what is outside the layers are not simulated: it counts as kept")
     if isinstance(policy, Policy):
-        usual = Policy(())
-        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
-            if getattr(policy, name) != getattr(usual, name):
-                notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
+        defaults = asdict(Communication())
+        for name, value in asdict(policy.communication).items():
+            if value != defaults[name]:
+                notes.append(f"{name} is not simulated: memory and time are those of {defaults[name]}")
     if pipeline.schedule in HALVES:
         notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
     return tuple(notes)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from lowtide.policy.decision import Decision, Keep, Recompute
-
-if TYPE_CHECKING:
-    from lowtide.policy.resolve import ResolvedLayer
+from lowtide.policy.resolution import ResolvedLayer
 
 __all__ = ["Reads", "joined", "with_collectives"]
 
@@ -47,7 +44,7 @@ def with_collectives(
     kept += [name for operator in resolved.kept_collectives for name in at(operator)]
     changed.update({name: Keep() for name in kept if changed.get(name) == Recompute()})
     idle: list[str] = []
-    for operator in resolved.repeated_collectives:
+    for operator in resolved.reissued_collectives:
         found = at(operator)
         parts = [name for name, reads in ordering.items() if reads and reads <= set(found)]
         names = [name for name in [*found, *parts] if changed.get(name) == Keep()]

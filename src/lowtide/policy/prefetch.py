@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from lowtide.policy.decision import Decision, Recompute, Swap
-
-if TYPE_CHECKING:
-    from lowtide.policy.resolve import ResolvedLayer
+from lowtide.policy.resolution import ResolvedLayer
 
 __all__ = ["count_in_operators"]
 

@@ -17,18 +17,17 @@ from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observe import Watcher
 from lowtide.operators.wrappers import Function, Hook, Wrappers
-from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Policy, Resolution, Swap, Unused, resolve
+from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, resolve
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.collectives import Collectives
 from lowtide.runtime.communication import GatherAgain, communicating, decide_collectives, warn_of_idle_settings
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.layer import DecidedLayer, Span, pass_by, swap_input, timed_again
-from lowtide.runtime.ledger import ROOT, Ledger, Line, where
+from lowtide.runtime.ledger import Ledger, Line, where
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
 from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.refuse import refuse_compilation, refuse_compiled_function
-from lowtide.runtime.root import RootFollower
 from lowtide.runtime.swap import SwapManager
 from lowtide.runtime.whole import WholeLayer
 
@@ -51,8 +50,8 @@ def apply(
     layers: str | None = None,
     limits: Limits | None = None,
     verify: bool = False,
-    partial: bool = False,
-    learnt: Mapping[Structure, LayerKind] | None = None,
+    allow_unmatched: bool = False,
+    profiles: Mapping[Structure, LayerKind] | None = None,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
@@ -61,23 +60,24 @@ def apply(
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` checks every tensor that comes back against what left, in every step, which
-    is slow. ``partial`` says that the model is a part of one, such as a pipeline stage: a pattern that matches nothing
-    here may match elsewhere, so it is named in the receipt and is no error. ``learnt`` is what is known
-    of the model's layers, such as the ``kinds`` of a Handle that was at work on it, and need not be learnt again.
+    is slow. ``allow_unmatched`` makes a pattern that matches nothing a line in the receipt rather than an error: in a
+    part of a model, such as a pipeline stage, it may match elsewhere. ``profiles`` are the profiles of the model's
+    layers, such as the ``kinds`` of an earlier Handle: these layers are not profiled again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
     model as it was, and so does the end of ``with lowtide.apply(model, policy):``. Whatever this raises, the model is
     as it was too.
     """
     found = find_layers(model, layers)
+    policy = policy.for_layers(len(found.modules))
     if len(found.modules) != len(policy.layers):
         raise PolicyError(
             f"the policy decides {len(policy.layers)} layers and {found.path or 'the model'} has {len(found.modules)};"
             " make the policy for this model, or name its layers"
         )
     warn_of_idle_settings(policy)
-    handle = Handle(model, found, policy, limits or Limits(), verify=verify, partial=partial)
-    handle.start(learnt or {})
+    handle = Handle(model, found, policy, limits or Limits(), verify=verify, allow_unmatched=allow_unmatched)
+    handle.start(profiles or {})
     return handle
 
 
@@ -92,9 +92,9 @@ class Handle:
         limits: Limits,
         *,
         verify: bool = False,
-        partial: bool = False,
+        allow_unmatched: bool = False,
     ) -> None:
-        self.layers, self.policy, self.verify, self.partial = layers, policy, verify, partial
+        self.layers, self.policy, self.verify, self.allow_unmatched = layers, policy, verify, allow_unmatched
         self.kinds: dict[Structure, LayerKind] = {}
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
@@ -102,10 +102,6 @@ class Handle:
         found = Counter(module for layer in layers.modules for module in layer.modules())
         self.shared_modules = {module for module, layers_with_it in found.items() if layers_with_it > 1}
         self.followers = [_Follower(self, index) for index in range(len(layers.modules))]
-        self.root: RootFollower | None = None
-        if policy.root != LayerPolicy():
-            self._refuse_root()
-            self.root = RootFollower(model, layers.modules, self.manager, self._root_learnt, verify=verify)
         self._gathering: list[Any] = []
 
     def start(self, known: Mapping[Structure, LayerKind]) -> None:
@@ -123,13 +119,11 @@ class Handle:
         layers = self.policy.layers
         for follower in self.followers:
             follower.start()
-            if self.policy.parallel_optimizer_comm_recompute:
+            if self.policy.communication.reshard_after_forward:
                 hook = Hook(GatherAgain(follower.index))
                 self._gathering.append(follower.layer.register_forward_pre_hook(hook))
-        if self.root is not None:
-            self.root.watch()
-        elif not any(
-            one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.communication for one in layers
+        if not any(
+            one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.collectives for one in layers
         ):
             return
         unknown: set[Structure] = set()
@@ -150,22 +144,14 @@ class Handle:
 
     @property
     def kept(self) -> tuple[tuple[int, str], ...]:
-        """The (layer, operator) pairs that were to be recomputed and are kept, since their call cannot be repeated.
-
-        The root has the place -1.
-        """
+        """The (layer, operator) pairs that were to be recomputed and are kept, since their call cannot be repeated."""
         programs = [(follower.index, follower.program) for follower in self.followers]
-        programs += [(ROOT, self.root.program)] if self.root is not None else []
         return tuple((index, name) for index, program in programs if program for name in program.refused)
 
     def receipt(self) -> Receipt:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
         more = [f"{name} in {where(index)} is kept: its call cannot be repeated" for index, name in self.kept]
         kinds = {one.index: one.kind or self.kinds.get(one.kind_of) for one in self.followers}
-        if self.root is not None:
-            kinds[ROOT] = self.root.kind
-            if self.root.kind is None:
-                more.append(f"the model has not run as a whole: what was decided for {where(ROOT)} had no effect")
         receipt = write_receipt(self.policy, self.resolution, kinds, self.ledger, more)
         self.ledger.clear()
         return receipt
@@ -178,8 +164,6 @@ class Handle:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        if self.root is not None:
-            self.root.remove()
         for follower in self.followers:
             follower.remove()
         while self._gathering:
@@ -191,34 +175,20 @@ class Handle:
         self.kinds[kind_of] = kind
         self._install(kind.catalogue)
 
-    def _root_learnt(self) -> None:
-        """The root is known as well: what is due of it in the layers, and where the model ends, is known now."""
-        for follower in self.followers:
-            follower.renew()
-        known = list(self.kinds.values())
-        self._install(known[-1].catalogue if known else ())
-
     def _install(self, unknown: tuple[Operator, ...]) -> None:
         """Do what the Policy says in all that is known.
 
         A structure that has not run yet counts as many operators as ``unknown``; there is nothing better to go by.
         """
-        outside = self.root.kind if self.root is not None else None
         structures = {one.kind_of for one in self.followers if not one.compiled}
-        complete = structures <= set(self.kinds) and (self.root is None or outside is not None)
+        complete = structures <= set(self.kinds)
         catalogues = {name: known.catalogue for name, known in self.kinds.items()}
-        catalogue = Catalogue(
-            tuple(catalogues.get(one.kind_of, unknown) for one in self.followers),
-            outside.catalogue if outside is not None else (),
-        )
-        resolution = resolve(self.policy, catalogue, require_match=complete and not self.partial)
+        catalogue = Catalogue(tuple(catalogues.get(one.kind_of, unknown) for one in self.followers))
+        resolution = resolve(self.policy, catalogue, require_match=complete and not self.allow_unmatched)
         if complete:
             self.resolution = resolution
         due: frozenset[int] = frozenset()
-        if self.root is not None and outside is not None:
-            due = self.root.install(resolution.root, sum(map(len, catalogue.layers)))
-        # With a root that is decided, the model ends after its last layer.
-        last = self.followers[-1] if self.root is None or self.root.idle else None
+        last = self.followers[-1]
         offset = 0
         for follower, names, resolved in zip(self.followers, catalogue.layers, resolution.layers, strict=True):
             follower.resolved = resolved
@@ -230,14 +200,6 @@ class Handle:
                 follower.install(due)
             count = follower.span.count
             due = frozenset(number - count for number in due | follower.due if number > count)
-
-    def _refuse_root(self) -> None:
-        """Raise where what was decided for the root cannot be carried out."""
-        settings = self.policy.root
-        if settings.communication:
-            raise PolicyError(f"collectives outside the layers cannot be decided: {settings}")
-        if any(follower.compiled for follower in self.followers):
-            raise PolicyError(f"what is outside compiled layers cannot be decided: {settings}; do not compile them")
 
     def _watch_after(self, frozen: _Follower) -> None:
         """A layer whose parameters and input need no gradients saves nothing: learn it from the next one alike."""
@@ -271,7 +233,7 @@ class _Follower:
         self.collectives: Collectives | None = None
         self.compiled_layer: CompiledLayer | None = None
         self.compiled = has_compiled(self.layer)
-        if self.compiled and (self.settings.rules or self.settings.communication):
+        if self.compiled and (self.settings.rules or self.settings.collectives):
             raise PolicyError(
                 f"layer {self.index} is compiled and its operators cannot be decided one by one ({self.settings});"
                 " recompute or swap the layer as a whole, or do not compile it"
@@ -371,18 +333,6 @@ class _Follower:
         if self.collectives is not None:
             self.collectives.wanted = program.reissued
         return self.collectives
-
-    def renew(self) -> None:
-        """Be ready to be installed again."""
-        if self.tracker is not None:  # it will be, once it is learnt
-            return
-        if self.decided is not None:
-            self.decided.remove()
-            self.decided = None
-        if self.noticed:
-            self.wrappers.remove()
-            self.noticed = False
-            self._recompute_whole()
 
     def remove(self) -> None:
         self._undo()

@@ -276,17 +276,8 @@ class Trace:
 
     @property
     def catalogue(self) -> Catalogue:
-        """The operators of every layer and of the root.
-
-        The first stage of a pipeline and the last number their root's operators apart, so both may have a ``cat``: a
-        Policy means both with it.
-        """
-        root: dict[str, Operator] = {}
-        for one in (*self.before.catalogue, *self.after.catalogue):
-            known = root.get(one.name, one)
-            consumers = tuple(dict.fromkeys((*known.consumers, *one.consumers)))
-            root[one.name] = known._replace(consumers=consumers)
-        return Catalogue(tuple(self.parts[place].catalogue for place in self.layers), tuple(root.values()))
+        """The operators of every layer."""
+        return Catalogue(tuple(self.parts[place].catalogue for place in self.layers))
 
     @cached_property
     def digest(self) -> str:

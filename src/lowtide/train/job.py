@@ -86,7 +86,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         divide_experts(model, meshes)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
-            handles.append((stage, apply(model, mine, layers="layers", partial=stage.total > 1)))
+            handles.append((stage, apply(model, mine, layers="layers", allow_unmatched=stage.total > 1)))
         models.append(model)
     for model in models:
         share_data(model, model.layers.values(), run, meshes)

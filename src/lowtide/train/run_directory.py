@@ -176,7 +176,7 @@ def config_text(text: str, overrides: Mapping[tuple[str | int, ...], Any], setti
         return text
     from ruamel.yaml import YAML
 
-    from lowtide.config.document import parse_document
+    from lowtide.config.parse import parse_document
     from lowtide.config.problem import Problems
 
     yaml = YAML()
