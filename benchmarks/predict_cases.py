@@ -157,7 +157,7 @@ class Subject:
 
     @property
     def given(self) -> int:
-        """The bytes of a micro batch."""
+        """The bytes of a micro-batch."""
         return (self.tokens.nbytes + 511) // 512 * 512
 
     def step(self, micro_batches: int) -> None:

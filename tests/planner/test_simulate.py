@@ -181,7 +181,7 @@ def test_leaving_out_micro_batches_that_repeat_changes_nothing() -> None:
     trace, policy = hand_made_trace(4), policy_of(layers=4, linear=Recompute())
     few = simulate(trace, policy, DEVICE, even_pipeline(4, stages=2, micro_batches=4))
     many = simulate(trace, policy, DEVICE, even_pipeline(4, stages=2, micro_batches=32))
-    buffers = 28 * SIZE  # torch's pipelining has a receive buffer for each micro batch
+    buffers = 28 * SIZE  # torch's pipelining has a receive buffer for each micro-batch
     assert [stage.peak + buffers for stage in few.stages] == [stage.peak for stage in many.stages]
     alone = max(stage.seconds for stage in simulate(trace, policy, DEVICE, even_pipeline(4, micro_batches=32)).stages)
     assert alone / 2 < many.seconds < alone

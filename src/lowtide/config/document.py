@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 __all__ = ["Document", "Mark", "Path", "format_path"]
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Where a value stands in its document: ``("swap_config", "op_swap", 0, "layers")``."""
+"""The path of a value in its document: ``("swap_config", "op_swap", 0, "layers")``."""
 
 
 class Mark(NamedTuple):
@@ -21,7 +21,7 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Document:
-    """A parsed file: its text, its values, and where each of them stands."""
+    """A parsed file: its text, its values, and the position of each."""
 
     name: str
     """The file's name, for messages."""
@@ -35,7 +35,7 @@ class Document:
     """The position of each mapping key, under the path of its value."""
 
     def mark(self, path: Path, *, key: bool = False) -> Mark:
-        """Return where ``path`` stands, or its nearest ancestor that the file has.
+        """Return the position of ``path``, or of its nearest ancestor that the file has.
 
         ``key=True`` points at the key rather than at its value.
         """

@@ -105,7 +105,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Stop(Exception):  # noqa: N818
-    """Parsing cannot go on; carries what the user is told."""
+    """Parsing cannot go on; carries the message for the user."""
 
     def __init__(self, mark: Mark, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class _Stop(Exception):  # noqa: N818
 
 
 class _Node:
-    """A value on its way to becoming plain: what it is and where it stands."""
+    """A value before it becomes plain: what it is and its position."""
 
     __slots__ = ("items", "kind", "mark", "value")
 
@@ -217,8 +217,8 @@ class _Builder:
                 first = self.document.keys[here]
                 raise _Stop(
                     key.mark,
-                    f"the key {name!r} stands here for the second time",
-                    f"it stands in line {first.line} already",
+                    f"the key {name!r} is given twice",
+                    f"line {first.line} has it already",
                 )
             self.document.keys[here] = key.mark
             result[name] = self.construct(child, here)

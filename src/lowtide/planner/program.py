@@ -20,7 +20,7 @@ __all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "codes_
 
 How: TypeAlias = Literal["nothing", "keep", "swap", "node", "output", "inside", "cast"]
 """What becomes of a saved tensor. ``nothing``: it takes no memory, or a checkpoint forgets it. ``node``: rebuilt from
-what its autograd node saved. ``output`` and ``inside``: of a call that is repeated. ``cast``: of such an output."""
+what its autograd node saved. ``output`` and ``inside``: of a call that is replayed. ``cast``: of such an output."""
 
 Code: TypeAlias = tuple[int, int]
 """An event: one of the numbers below, and the event's own number."""
@@ -60,7 +60,7 @@ class Action(NamedTuple):
 
 
 class CapturedCall(NamedTuple):
-    """A call that is repeated in backward."""
+    """A call that is replayed in backward."""
 
     arguments: tuple[tuple[int, int], ...]
     """The storages that it was given, in order, each with the captured call that made it and that it is rebuilt from;
@@ -85,11 +85,11 @@ class Program:
     actions: tuple[Action, ...]
     captured: Mapping[int, CapturedCall]
     nodes: Mapping[int, tuple[Code, ...]]
-    """The calls that are repeated from their nodes, and what they do."""
+    """The calls that are replayed from their autograd nodes, and what they do."""
     forward: tuple[Code, ...]
     backward: tuple[Code, ...]
     again: tuple[Code, ...]
-    """What a checkpoint repeats: forward, until the last tensor is saved."""
+    """What a checkpoint recomputes: forward, until the last tensor is saved."""
     due: frozenset[int]
     """How many operators after the part's first something is due."""
 
@@ -175,7 +175,7 @@ def compile_part(
         notices = reached or (not isinstance(decision, Keep) and not quick)
         actions.append(action._replace(position=pack.position, notices=notices))
     idle = all(isinstance(decision, Keep) for decision in decided)
-    if idle:  # nothing stands around its packs: the runtime notices where the layer ends
+    if idle:  # its saved tensors are not intercepted: the runtime notices only where the layer ends
         actions = [action._replace(notices=False) for action in actions]
     wanted = _wanted(part, actions, captured, makers)
     calls = {
@@ -205,8 +205,8 @@ def compile_part(
 def _letting_go(part: Part) -> list[tuple[str, int]]:
     """Forward, with ``let`` where what lives until the end of forward goes."""
     events: list[tuple[str, int]] = list(part.forward)
-    if part.lets_go is not None:
-        events.insert(part.lets_go, ("let", 0))
+    if part.frees_at is not None:
+        events.insert(part.frees_at, ("let", 0))
     return events
 
 
@@ -216,10 +216,10 @@ def codes_of(part: Part) -> tuple[Code, ...]:
 
 
 def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
-    """A layer that torch's checkpoint repeats: it stops where the last tensor has been saved.
+    """A layer that torch's checkpoint recomputes: it stops where the last tensor has been saved.
 
     What comes before its first operator is not the layer's own: FSDP gathers parameters there. When the layer is
-    repeated its backward has gathered them already.
+    recomputed its backward has gathered them already.
     """
     actions = tuple(
         Action("keep" if pack.value >= 0 else "nothing", pack.value, position=pack.position) for pack in part.packs
@@ -322,7 +322,7 @@ def _wanted(
 def _accumulating(part: Part) -> list[tuple[str, int]]:
     """Backward, with ``add`` where a parameter's gradient meets the one that is there.
 
-    Autograd does that when the node that computed the gradient has ended, and that is after it let go of what the node
+    Autograd does that when the node that computed the gradient has ended, and that is after it freed what the node
     had saved.
     """
     pending: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Rebuild what was not kept: repeat captured calls, and calls whose nodes have saved all that they were given.
+"""Rebuild what was not kept: replay captured calls, and calls whose nodes have saved all of their inputs.
 
 See [Note: rebuilding] in :mod:`lowtide.runtime.rebuild`, which does the same with tensors.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lowtide.planner.instance import Instance, RepeatedCall, RunningCall
+from lowtide.planner.instance import Instance, ReplayedCall, RunningCall
 from lowtide.planner.program import FREE, MAKE, RUN, SAVE, Code
 from lowtide.planner.rank import Rank, Storage
 from lowtide.planner.swapping import Swapping
@@ -16,7 +16,7 @@ __all__ = ["Rebuilding"]
 
 
 class Rebuilding:
-    """The calls that are repeated on one device."""
+    """The calls that are replayed on one device."""
 
     def __init__(self, rank: Rank, swapping: Swapping) -> None:
         self.rank, self.swapping = rank, swapping
@@ -25,22 +25,22 @@ class Rebuilding:
         """A reference is saved in place of a tensor."""
         action = instance.program.actions[number]
         if action.how == "node":
-            repeated = instance.repeated.get(action.call)
-            if repeated is None:
-                repeated = instance.repeated[action.call] = RepeatedCall()
+            replayed = instance.replayed.get(action.call)
+            if replayed is None:
+                replayed = instance.replayed[action.call] = ReplayedCall()
                 for operand in action.operands:
                     self._want(instance, operand)
-            repeated.pending += 1
+            replayed.pending += 1
         elif action.how in ("output", "inside", "cast"):
             call = instance.calls[action.call]
             call.pending += 1
             call.references += 1
 
     def _want(self, instance: Instance, number: int) -> None:
-        """One more will ask for what stands in place of a saved tensor."""
+        """One more user will unpack a saved tensor."""
         action = instance.program.actions[number]
         if action.how == "node":
-            instance.repeated[action.call].pending += 1
+            instance.replayed[action.call].pending += 1
         elif action.how in ("output", "inside", "cast"):
             instance.calls[action.call].pending += 1
 
@@ -58,7 +58,7 @@ class Rebuilding:
                 call.held[value] = storage
 
     def end_capture(self, instance: Instance) -> None:
-        """The layer has run: arguments that were swapped come back from there, and calls that nothing wants go."""
+        """The layer has run: arguments that were swapped are reloaded from there, and calls nothing needs are freed."""
         for call in instance.calls.values():
             for value in [value for value in call.held if value in instance.departed]:
                 swapped = call.swapped[value] = instance.departed[value]
@@ -68,7 +68,7 @@ class Rebuilding:
             self.leave(instance, number)
 
     def rebuild(self, instance: Instance, number: int) -> Storage | None:
-        """What was saved, made again if it is not there; held once more, for whoever asked."""
+        """What was saved, rebuilt if it is not there; the caller holds a reference to it."""
         action = instance.program.actions[number]
         if action.how == "node":
             return self._repeat_node(instance, number)
@@ -86,7 +86,7 @@ class Rebuilding:
         return storage
 
     def _results(self, instance: Instance, number: int) -> Mapping[int, Storage]:
-        """What a captured call made, repeated if it is not there."""
+        """What a captured call made, replayed if it is not there."""
         call, captured = instance.calls[number], instance.program.captured[number]
         if call.results is None:
             given = []
@@ -128,9 +128,9 @@ class Rebuilding:
 
     def _repeat_node(self, instance: Instance, number: int) -> Storage | None:
         action = instance.program.actions[number]
-        repeated = instance.repeated[action.call]
-        repeated.pending -= 1
-        result = repeated.result
+        replayed = instance.replayed[action.call]
+        replayed.pending -= 1
+        result = replayed.result
         if result is None:
             given = []
             for operand in action.operands:
@@ -145,17 +145,17 @@ class Rebuilding:
             made = self._play_body(instance, instance.program.nodes[action.call], {action.value})
             result = made.get(action.value)
             self.rank.drop_all(given)
-            if result is not None and repeated.pending > 0:
+            if result is not None and replayed.pending > 0:
                 result.count += 1
-                repeated.result = result
-        elif repeated.pending > 0:
+                replayed.result = result
+        elif replayed.pending > 0:
             result.count += 1
         else:
-            repeated.result = None
+            replayed.result = None
         return result
 
     def _play_body(self, instance: Instance, body: Sequence[Code], wanted: Iterable[int]) -> dict[int, Storage]:
-        """Repeat a call. What it saves on its way lives until it has ended."""
+        """Replay a call. What it saves meanwhile lives until it has ended."""
         part = instance.program.part
         values, timed = part.values, self.rank.timed(part)
         made: dict[int, Storage] = {}

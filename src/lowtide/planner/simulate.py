@@ -4,7 +4,7 @@ Each pipeline stage is replayed alone, event by event, which gives its memory an
 The step's time follows from the actions of all stages and what they wait for.
 
 What is assumed: parameters have no gradient when the step begins, as after ``zero_grad``; a stage's buffers for what it
-receives are allocated once for all micro batches, as torch's pipelining does.
+receives are allocated once for all micro-batches, as torch's pipelining does.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def simulate(
     includes the optimizer's step. ``stages`` are the pipeline stages to look at; all, if it is left out. The step's
     time then is that of these stages alone. ``known`` keeps what was replayed, for other calls with the same Trace,
     device and pipeline: a stage whose layers are decided alike is not replayed again. ``limit`` is what a device has:
-    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, for whoever only asks
-    whether it fits.
+    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, for callers that only
+    ask whether it fits.
     """
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
@@ -95,7 +95,7 @@ def simulate(
     results = []
     for number, one in played.items():
         result = one.result
-        if details:  # once more, to see what is there at the peak
+        if details:  # replay it again, to see what is there at the peak
             again = make(number, details=True, stop_at=one.peak_allocation)
             _act(again, short)
             again.finish(optimizer=optimizer)
@@ -136,7 +136,7 @@ def _of_stage(policy: Policy, pipeline: Pipeline, stage: int) -> Policy:
 
 
 def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:
-    """The times of some stages, as if they waited for nobody."""
+    """The times of some stages, as if they waited for no other."""
     ends = [
         sum(map(seconds[stage].of, one)) if stage in seconds else 0.0 for stage, one in enumerate(actions(pipeline))
     ]
@@ -211,7 +211,7 @@ def _decisions(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
 
 
 def _is_cat(operator: str) -> bool:
-    """Whether an operator, such as ``mlp.cat_1``, puts what others gave in order."""
+    """Whether an operator, such as ``mlp.cat_1``, puts the results of others in order."""
     return operator.rpartition(".")[2].partition("_")[0] == "cat"
 
 
@@ -223,12 +223,12 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
             if value != defaults[name]:
                 notes.append(f"{name} is not simulated: memory and time are those of {defaults[name]}")
     if pipeline.schedule in HALVES:
-        notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
+        notes.append("where a backward is split, a micro-batch is taken to hold its memory until the weights' half")
     return tuple(notes)
 
 
 def shortened(pipeline: Pipeline) -> Pipeline:
-    """The same pipeline with fewer micro batches, where more of them hold no more memory at one time."""
+    """The same pipeline with fewer micro-batches, where more of them hold no more memory at one time."""
     stages, micro_batches = pipeline.stages, pipeline.micro_batches
     group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
     enough = {
@@ -242,7 +242,7 @@ def shortened(pipeline: Pipeline) -> Pipeline:
 
 
 def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:
-    """A stage's sums for all micro batches of the step, where it was replayed with fewer."""
+    """A stage's sums for all micro-batches of the step, where it was replayed with fewer."""
     if more == 1:
         return result
     return replace(

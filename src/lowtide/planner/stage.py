@@ -201,7 +201,7 @@ def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) ->
 
 
 def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
-    """The weights that autocast casts once for all micro batches."""
+    """The weights that autocast casts once for all micro-batches."""
     found = []
     for step in steps:
         for number in sorted(cast_weights(step.program.part)):
@@ -232,15 +232,15 @@ class _Ends:
         return storage
 
     def input(self, micro_batch: int) -> Storage | None:
-        """What the chunk is given, held once more."""
+        """What the chunk is given, with one more reference."""
         return _held(self.inputs, micro_batch)
 
     def gradient(self, micro_batch: int) -> Storage | None:
-        """The gradient of what it gave."""
+        """The gradient of its output."""
         return _held(self.gradients, micro_batch)
 
-    def gave(self, output: Storage | None) -> None:
-        """What a forward gave is held until its backward has ended, and also until the next forward has."""
+    def hold_output(self, output: Storage | None) -> None:
+        """Hold what a forward returned until its backward has ended, and also until the next forward has."""
         if output is not None and self.split:
             output.count += 1
         if self.latest is not None:
@@ -256,7 +256,7 @@ class _Ends:
     def close(self) -> None:
         """The schedule has ended."""
         self.send_back(None)
-        self.gave(None)
+        self.hold_output(None)
 
 
 def _held(buffers: Sequence[Storage], micro_batch: int) -> Storage | None:
@@ -269,7 +269,7 @@ def _held(buffers: Sequence[Storage], micro_batch: int) -> Storage | None:
 
 @dataclass
 class _Running:
-    """A micro batch in a chunk, between its forward and its backward."""
+    """A micro-batch in a chunk, between its forward and its backward."""
 
     micro_batch: int
     instances: list[Instance]
@@ -298,8 +298,8 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: i
                 if left is not None:
                     instance.slots[number] = left
             across = []
-            if step.program.part.lets_go is not None:
-                instance.lets_go, until["forward"][:] = list(until["forward"]), []
+            if step.program.part.frees_at is not None:
+                instance.frees, until["forward"][:] = list(until["forward"]), []
         storage = player.forward(instance, storage, handed)
         handed = instance.handed
         instances.append(instance)
@@ -307,7 +307,7 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: i
         if part.name == "before":
             across = [instance.slots.pop(number, None) for number in part.across]
         for number, left in instance.slots.items():
-            if number == part.input:  # it was lent: whoever made it says how long it lives
+            if number == part.input:  # it was lent: its maker decides how long it lives
                 player.rank.drop(left)
             else:
                 until[part.values[number].until or "backward"].append(left)
@@ -315,7 +315,7 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: _Ends, micro_batch: i
     for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         player.rank.drop(one)
     output = instances[-1].kept if storage is None else storage
-    ends.gave(output)
+    ends.hold_output(output)
     return _Running(micro_batch, instances, until["backward"], output)
 
 

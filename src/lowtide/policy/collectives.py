@@ -1,4 +1,4 @@
-"""What a layer's communication rules mean for its collectives, once it is known which of them read what."""
+"""What a layer's collective rules mean for its operators, once it is known which of them read what."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def joined(calls: Iterable[tuple[str, Iterable[str]]]) -> Reads:
 def with_collectives(
     resolved: ResolvedLayer, collectives: Reads, ordering: Reads, *, keep_all: bool = False
 ) -> tuple[dict[str, Decision], list[str]]:
-    """A layer's decisions by operator, with those for its collectives; and the rules by which nothing is re-issued.
+    """Return a layer's decisions by operator, collectives included, and the rules that re-issue nothing.
 
-    A rule names an operator, and means the collectives that read what it gives, such as the gather after a
-    sequence-parallel norm, or that it is. What a collective gave may have to be put in order, by a ``cat``, which
-    ``ordering`` has and which is a part of it. ``keep_all``: no collective is re-issued only because its layer is
-    recomputed.
+    A rule names an operator, and means that operator, if it is a collective, and the collectives that read its output,
+    such as the gather after a sequence-parallel norm. A collective's result may have to be put in order by a ``cat``;
+    those are in ``ordering`` and count as a part of it. With ``keep_all``, no collective is re-issued only because its
+    layer is recomputed.
     """
     changed = dict(resolved.decisions)
 

@@ -57,7 +57,7 @@ class LayerPolicy:
     """The decisions for one layer."""
 
     default: Decision = KEEP
-    """What becomes of an operator that no rule names. ``Recompute`` repeats the whole layer."""
+    """What becomes of an operator that no rule names. ``Recompute`` recomputes the whole layer."""
     rules: tuple[Rule, ...] = ()
     """Decisions by operator pattern."""
     boundary: Keep | Swap = KEEP

@@ -1,4 +1,4 @@
-"""How far ahead a swap is brought back: prefetches counted in layers, turned into operators."""
+"""How far ahead a swapped tensor is reloaded: prefetches counted in layers, converted into operators."""
 
 from __future__ import annotations
 

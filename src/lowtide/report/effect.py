@@ -58,7 +58,7 @@ def remarks(one: SettingEffect) -> Iterator[str]:
     elif one.idle:
         yield f"{name}: recomputing {', '.join(one.idle)} saves nothing: the inputs would have to be held instead"
     if one.kept:
-        yield f"{name}: kept all the same, since an input is written to and the call cannot be repeated: " + ", ".join(
+        yield f"{name}: kept all the same, since an input is written to and the call cannot be replayed: " + ", ".join(
             one.kept
         )
     if setting.action.startswith("swap") and one.freed == 0 and (setting.decided or not setting.operators):

@@ -161,7 +161,7 @@ def _describe(layer: ResolvedLayer) -> str:
 
 
 def _blocks(check: Check, labels: _Labels, width: int) -> Iterator[list[int]]:
-    """Which stages stand side by side, so that the table fits the terminal."""
+    """Which stages are shown side by side, so that the table fits the terminal."""
     assert check.form is not None
     assert check.form.placement is not None
     placement = check.form.placement

@@ -27,7 +27,7 @@ def capture() -> Tensor:
 
 
 def restore(captured: Tensor) -> None:
-    """Set the generators as they were. One that this process does not have is left out."""
+    """Restore the generators. One that this process does not have is left out."""
     states = torch.load(io.BytesIO(captured.cpu().numpy().tobytes()), weights_only=True)
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
@@ -38,7 +38,7 @@ def restore(captured: Tensor) -> None:
 
 
 def reseed(seed: int) -> None:
-    """Begin all generators anew from one seed."""
+    """Reseed all generators from one seed."""
     torch.manual_seed(seed)  # the device's too
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

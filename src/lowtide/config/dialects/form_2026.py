@@ -36,7 +36,7 @@ class Form2026:
     """A file of the 2026 form, normalised: every setting with the layers it is on in."""
 
     placement: Placement | None
-    """Where each layer stands; None where the file does not say."""
+    """The stage and chunk of each layer; None where the file does not say."""
     num_layers: int
     """All layers, those of multi-token prediction included."""
     mode: Literal["None", "full", "select"] = "None"
@@ -217,7 +217,7 @@ class _Reader:
             if is_pattern(entry["op_name"], (*here, "op_name"), self.problems, "path", key=False):
                 if entry["op_name"] in op_swap:
                     self.problems.warn(
-                        (*here, "op_name"), f"{entry['op_name']!r} stands in an entry before; only the last one counts"
+                        (*here, "op_name"), f"{entry['op_name']!r} is in an earlier entry too; only the last one counts"
                     )
                 op_swap[entry["op_name"]] = (layers, decision)
         if not enabled:

@@ -54,7 +54,7 @@ class GraphForm:
     """A file of the graph form, normalised."""
 
     placement: Placement
-    """Where each layer stands."""
+    """The stage and chunk of each layer."""
     swap: SwapSettings
     """``swap_config``."""
     layer_recompute: Selection
