@@ -5,8 +5,8 @@
 
 An attack is a small training program: layers that draw random numbers, write buffers or hide state, loops with
 schedulers, scalers and closures, models of transformers as they come, modes, hooks, signals, full devices. Each is run
-without lowtide and then with it in several forms: recompute by operator and by layer, swap to host and disk, decisions
-for the root, and adaptive runs; on the CPU, and on the virtual accelerator ``tide`` where that makes a difference. Its
+without lowtide and then with it in several forms: recompute by operator and by layer, swap to host and disk, and
+adaptive runs; on the CPU, and on the virtual accelerator ``tide`` where that makes a difference. Its
 outcome is the worst of these:
 
 - ``exact``: losses, gradients, parameters, buffers and optimizer states are bitwise those of the run without lowtide,

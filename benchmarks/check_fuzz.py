@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from lowtide.config.check import Check, check_file
-from lowtide.config.document import parse_value
+from lowtide.config.parse import parse_value
 from lowtide.operators.names import layer_operators
 from lowtide.report.terminal import print_check, print_problems
 

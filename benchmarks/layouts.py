@@ -4,7 +4,7 @@
 
 Each run is the real command in processes of its own over gloo, in single precision, with the same samples in each
 step; the metrics it writes are compared with those of the run on one process. The last line of the table compares
-gradients accumulated over micro steps with one large batch.
+gradients accumulated over micro-steps with one large batch.
 """
 
 from __future__ import annotations

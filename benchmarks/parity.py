@@ -8,7 +8,7 @@ Each case is a random Policy (keep, recompute and swap by operator and by layer,
 to 30, both tiers, small and large limits) on a model of one of sixteen families (decoders, encoders, both at once,
 experts, state spaces, vision, speech), in single precision, under bfloat16 autocast or with dropout, on the CPU or on
 the virtual accelerator ``tide``, with optimizer steps between. The same run without lowtide is made once for each
-model, setting, device and order of micro batches. Beside the values, a case must leave no race on tide, as many device
+model, setting, device and order of micro-batches. Beside the values, a case must leave no race on tide, as many device
 bytes after each step as the run without, and every host buffer and piece of disk returned. Two processes run side by
 side.
 A case is known by its number: ``--case`` repeats one.

@@ -3,7 +3,7 @@
     python benchmarks/predict.py --json
 
 A case is a model, a layout and a Policy. Models: Llama of transformers, and the reference Llama and DeepSeek of this
-project, in single precision and under bfloat16 autocast. Layouts: one micro batch, two that accumulate, and two
+project, in single precision and under bfloat16 autocast. Layouts: one micro-batch, two that accumulate, and two
 pipeline stages (GPipe, 1F1B) in two processes, each with torch's own pipelining. Policies: nothing, everything, and
 random ones over keep, recompute and swap of single operators and whole layers.
 
@@ -59,9 +59,9 @@ SETTINGS: tuple[Setting, ...] = ("fp32", "bf16")
 MICRO_BATCHES = {"one": 1, "accumulated": 2}
 PIPELINES: tuple[tuple[str, ScheduleName], ...] = (("llama", "1f1b"), ("llama", "gpipe"), ("deepseek", "1f1b"))
 IN_PIPELINE = 4
-"""Micro batches of a pipeline's step."""
+"""Micro-batches of a pipeline's step."""
 ADDING = Kernel("aten::add_", touched=1)
-"""What adds the gradients of two micro batches: a Trace of one has none."""
+"""What adds the gradients of two micro-batches: a Trace of one has none."""
 
 
 @dataclass(frozen=True)

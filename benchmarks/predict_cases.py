@@ -157,7 +157,7 @@ class Subject:
 
     @property
     def given(self) -> int:
-        """The bytes of a micro batch."""
+        """The bytes of a micro-batch."""
         return (self.tokens.nbytes + 511) // 512 * 512
 
     def step(self, micro_batches: int) -> None:
@@ -174,9 +174,9 @@ class Subject:
 
 
 @contextmanager
-def applied(model: nn.Module, policy: Policy, *, partial: bool = False) -> Iterator[None]:
+def applied(model: nn.Module, policy: Policy, *, allow_unmatched: bool = False) -> Iterator[None]:
     """A Policy at work."""
-    handle = apply(model, policy, partial=partial)
+    handle = apply(model, policy, allow_unmatched=allow_unmatched)
     try:
         yield
     finally:
@@ -240,7 +240,7 @@ def measure_stage(name: str, schedule: str, micro_batches: int, policies: list[s
             else:
                 runner.step(target=batch, losses=[], return_outputs=False)
 
-        with applied(model, policy, partial=True):
+        with applied(model, policy, allow_unmatched=True):
             step()
             found.append(_measured(step, model))
         del stage, runner, step

@@ -32,7 +32,7 @@ SHRINKS = 17
 
 
 def capacity() -> int:
-    """What is static, and 60 % of what keeping everything takes beside it."""
+    """What is static, and 60 % of what keeping everything takes in addition."""
     training = Training(LAYERS)
     for number in range(2):
         training.step(number)

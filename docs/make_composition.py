@@ -18,14 +18,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "composition.md"
 TESTS = ROOT / "tests" / "numerics"
 COLUMNS = (
-    "recompute operators", "recompute layers", "swap", "swap to disk", "boundary swap", "mixed", "swap the root",
-    "recompute the root",
+    "recompute operators", "recompute layers", "swap", "swap to disk", "boundary swap", "mixed",
 )  # fmt: skip
 
 TEXT = """\
 # With everything else
 
-What lowtide is combined with, and what comes of it. This page is written by `docs/make_composition.py` from the tests in
+What lowtide is combined with, and the result. This page is written by `docs/make_composition.py` from the tests in
 `tests/numerics`; a test fails if it is out of date. *Exact* means that the loss and every gradient of some steps, with
 the optimizer's steps between them, are bitwise those of the same run without lowtide. *Refused* means a `PolicyError`.
 
@@ -33,8 +32,7 @@ Apply the Policy before `fully_shard` and before `DistributedDataParallel`, afte
 the layers of each stage of a pipeline.
 
 The columns: every operator recomputed; whole layers recomputed; all that layers save swapped, their inputs too; the
-same on disk; whole layers recomputed with their inputs swapped; operators of one layer decided differently; what is
-saved outside the layers swapped; and that recomputed, with operators of the layers decided differently.
+same on disk; whole layers recomputed with their inputs swapped; and operators of one layer decided differently.
 
 {table}
 
@@ -42,10 +40,10 @@ saved outside the layers swapped; and that recomputed, with operators of the lay
 
 | setting | what happens | where it has no effect |
 |---|---|---|
-| `mp_comm_recompute: false` | a recomputed layer keeps what its tensor-parallel collectives gave, also where some of its operators are excluded | layers without tensor-parallel parameters |
-| `parallel_optimizer_comm_recompute: true` | `reshard_after_forward` is set for layers that `fully_shard` sharded; `false` leaves what you chose there | other layers |
-| `recompute_slice_activation: true` | of a recomputed layer's input each tensor-parallel rank holds its slice, and they gather it in backward | inputs that are split already, such as with sequence parallelism; inputs that are swapped; layers some of whose operators are excluded |
-| `communication` of a layer | the collective that reads what the named operator gives, such as the gather after a sequence-parallel norm, is issued again in backward | operators without one; layers that are recomputed as a whole; collectives whose result is swapped |
+| `reissue_collectives=False` (`mp_comm_recompute: false`) | a recomputed layer keeps the results of its tensor-parallel collectives, also where some of its operators are excluded | layers without tensor-parallel parameters |
+| `reshard_after_forward=True` (`parallel_optimizer_comm_recompute: true`) | `reshard_after_forward` is set for layers that `fully_shard` sharded; `false` leaves what you chose there | other layers |
+| `slice_inputs=True` (`recompute_slice_activation: true`) | each tensor-parallel rank holds its slice of a recomputed layer's input, and they gather it in backward | inputs that are sharded already, such as with sequence parallelism; inputs that are swapped; layers some of whose operators are excluded |
+| `collectives` of a layer (`select_comm_recompute`) | the collective that reads the named operator's output, such as the gather after a sequence-parallel norm, is re-issued in backward | operators without one; layers that are recomputed as a whole; collectives whose result is swapped |
 
 Where a setting has no effect a warning says so, when the Policy is applied or when the layer first runs. A sliced input
 has to be the same on all tensor-parallel ranks; this is checked when a layer first runs.
@@ -53,14 +51,14 @@ has to be the same on all tensor-parallel ranks; this is checked when a layer fi
 Ranks re-issue the same collectives whatever each of them does: a rank whose control flow differs in a step, such as one
 with an expert that got no tokens, takes part all the same. When a layer first runs, the ranks of each collective ask
 each other once whether they all recompute its result. `benchmarks/communication.py` trains with every setting in six
-layouts on gloo. An operator that communicates inside, beside computing, is kept, and the receipt says so. Not covered:
+layouts on gloo. An operator that communicates inside as well as computes is kept, and the receipt says so. Not covered:
 a whole layer is recomputed that exchanges tokens by `torch.distributed`'s functions in place alone (functional ones are
 seen), if the ranks' control flow differs there.
 
 ## torch.compile
 
 A compiled layer has no operators. It can be recomputed as a whole, and all that it saves can be swapped if it is
-compiled *before* the Policy is applied, so that the hooks stand outside the compiled function. What would have to run
+compiled *before* the Policy is applied, so that the hooks are outside the compiled function. What would have to run
 inside it is refused: when it is applied, or in the first step if it is compiled later. With `fullgraph=True` the refusal
 comes as the compiler's own error.
 """  # noqa: E501

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/plan.md: ``python docs/make_plan_images.py``. Needs Chromium, and the extra ``report``.
 
-The plan is made anew, so that the pictures show what this version does: about a minute.
+The plan is made again, so that the pictures show what this version does: about a minute.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def data(ranks: int, micro_steps: int) -> dict[str, Any]:
 
 
 def pipeline(ranks: int = 1) -> dict[str, Any]:
-    """Two stages and four micro batches."""
+    """Two stages and four micro-batches."""
     return {
         "parallel_config.data_parallel": ranks,
         "parallel_config.pipeline_stage": 2,

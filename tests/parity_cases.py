@@ -12,10 +12,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,11 +89,7 @@ def case(number: int) -> Case:
     model, setting, device = GRID[number % len(GRID)]
     draw = random.Random(number)
     order = draw.choice(ORDERS)
-    stacks = operators(model, setting, device)
-    policies = tuple(random_policy(draw, stack.layers) for stack in stacks)
-    outside = random.Random(~number)  # so that the layers are the same with and without it
-    if len(stacks) == 1 and outside.random() < 0.5:  # of two stacks, each is outside the other's layers
-        policies = (replace(policies[0], root=random_layer(outside, stacks[0].root)),)
+    policies = tuple(random_policy(draw, layers) for layers in operators(model, setting, device))
     limits = Limits(
         minimum_bytes=draw.choice((1, 1, 1, 1500)),
         host_bytes=draw.choice((1 << 26, 1 << 26, 1 << 26, 40_000, 0)),
@@ -151,23 +147,15 @@ def random_swap(draw: random.Random) -> Swap:
     return Swap(draw.randint(1, 30), draw.choice(("host", "host", "disk")))
 
 
-class Stack(NamedTuple):
-    """The operators of a stack of layers, and of what is outside them."""
-
-    layers: tuple[tuple[str, ...], ...]
-    root: tuple[str, ...]
-
-
 @cache
-def operators(model: str, setting: str, device: str) -> tuple[Stack, ...]:
-    """The names of a model's operators, some of which depend on the device."""
+def operators(model: str, setting: str, device: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """For each stack of layers of a model, the names of each layer's operators; some depend on the device."""
     bare = build(model, dropout=setting == "dropout").to(device)
     stacks = []
     for path in stacks_of(model):
         found = survey(bare, lambda: bare(tokens_of(0).to(device)), layers=path)
         names = [tuple(operator.name for operator in kind.operators) for kind in found.kinds]
-        root = tuple(operator.name for operator in found.root.operators)
-        stacks.append(Stack(tuple(names[kind] for kind in found.kind_of), root))
+        stacks.append(tuple(names[kind] for kind in found.kind_of))
     return tuple(stacks)
 
 

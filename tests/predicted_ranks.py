@@ -23,13 +23,13 @@ from lowtide.planner.simulate import simulate
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes
-from lowtide.train.parallel import divide_experts, divide_matrices, share_data
+from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.traced import TracedRank, _groups, trace_rank
 
 __all__ = ["measured_peaks", "predicted_peaks"]
 
 MICRO_BATCHES = 4
-"""Micro batches of a pipeline's step; without stages there is one."""
+"""Micro-batches of a pipeline's step; without stages there is one."""
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -79,18 +79,18 @@ def _built(rank: TracedRank, policy: Policy, device: torch.device) -> tuple[Deco
     with torch.device("meta"):
         model = build_model(rank.shape, layers=mine, first=stage == 0, last=stage == stages - 1)
     model.to(getattr(torch, rank.precision.parameters))
-    divide_matrices(model, rank, meshes)
-    divide_experts(model, meshes)
+    apply_tensor_parallel(model, rank, meshes)
+    apply_expert_parallel(model, meshes)
     own = replace(policy, layers=tuple(policy.layers[layer] for layer in mine))
-    handle = apply(model, own, layers="layers", partial=stages > 1)
-    share_data(model, model.layers.values(), rank, meshes)
+    handle = apply(model, own, layers="layers", allow_unmatched=stages > 1)
+    apply_fsdp(model, model.layers.values(), rank, meshes)
     model.to_empty(device=device)
     initialise(model, seed=0)
     return model.train(), handle
 
 
 def _step_of(model: Decoder, rank: TracedRank, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of all micro batches."""
+    """Forward and backward of all micro-batches."""
     stages, pipeline = rank.degrees.pipeline, make_meshes(rank.degrees, device).pipeline
     number = pipeline.get_local_rank()
     size = (rank.samples * _micro_batches(rank), rank.sequence)
@@ -127,7 +127,7 @@ def _micro_batches(rank: TracedRank) -> int:
 
 
 def _autocast(rank: TracedRank, device: torch.device) -> torch.autocast:
-    """As the runner has it, around all micro batches; FSDP has a mixed precision of its own."""
+    """As the runner has it, around all micro-batches; FSDP has a mixed precision of its own."""
     precision = rank.precision
     wanted = precision.compute != precision.parameters and rank.degrees.shard == 1
     return torch.autocast(device.type, getattr(torch, precision.compute), enabled=wanted)

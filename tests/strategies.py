@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from lowtide.policy import (
     Catalogue,
-    CommRule,
+    CollectiveRule,
+    Communication,
     Decision,
     Keep,
     LayerPolicy,
@@ -34,13 +35,13 @@ swaps = st.builds(
 )
 decisions: st.SearchStrategy[Decision] = st.one_of(st.just(Keep()), st.just(Recompute()), swaps)
 rules = st.builds(Rule, patterns, decisions, st.booleans(), st.booleans())
-comm_rules = st.builds(CommRule, patterns, st.booleans(), st.booleans())
+collective_rules = st.builds(CollectiveRule, patterns, st.booleans(), st.booleans())
 layer_policies = st.builds(
     LayerPolicy,
     default=decisions,
     rules=st.lists(rules, max_size=4).map(tuple),
     boundary=st.one_of(st.just(Keep()), swaps),
-    communication=st.lists(comm_rules, max_size=2).map(tuple),
+    collectives=st.lists(collective_rules, max_size=2).map(tuple),
 )
 
 
@@ -52,12 +53,9 @@ def policies(draw: st.DrawFn, num_layers: int | None = None) -> Policy:
     layers = [draw(st.sampled_from(kinds)) for _ in range(count)]
     return Policy(
         tuple(layers),
-        root=draw(layer_policies),
         origin=draw(st.sampled_from(["file", "solver"])),
         fingerprint=draw(st.one_of(st.none(), st.text(max_size=8))),
-        mp_comm_recompute=draw(st.booleans()),
-        parallel_optimizer_comm_recompute=draw(st.booleans()),
-        recompute_slice_activation=draw(st.booleans()),
+        communication=draw(st.builds(Communication, st.booleans(), st.booleans(), st.booleans())),
     )
 
 
@@ -72,7 +70,7 @@ def layers(draw: st.DrawFn) -> tuple[Operator, ...]:
 
 @st.composite
 def catalogues(draw: st.DrawFn) -> Catalogue:
-    """Any model: a few kinds of layers, in any order, and what is outside."""
+    """Any model: a few kinds of layers, in any order."""
     kinds = draw(st.lists(layers(), min_size=1, max_size=3))
     order = draw(st.lists(st.sampled_from(range(len(kinds))), max_size=5))
-    return Catalogue(tuple(kinds[index] for index in order), root=draw(layers()))
+    return Catalogue(tuple(kinds[index] for index in order))

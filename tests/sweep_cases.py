@@ -278,8 +278,7 @@ def single(model_name: str, policy: str) -> Subject:
     rescue = Rescue(model, [optimizer], layers="layers")
     layers = POLICIES[policy]
     if layers is not None:
-        root = LayerPolicy(Swap(2)) if policy == "mixed" else LayerPolicy()
-        decided = Policy(layers, root=root, origin="solver")
+        decided = Policy(layers, origin="solver")
         rescue.follow(apply(model, decided, layers="layers", limits=Limits(minimum_bytes=1)))
 
     step = _step_of(optimizer, lambda: model(tokens))

@@ -1,6 +1,8 @@
 """lowtide decides which activations of a training run to keep, recompute or swap to host memory.
 
-Importing it is light: each name is loaded when it is first used.
+These are the verbs, the Policy and its parts, and the errors that the verbs raise; the rest is imported from its
+package, such as ``from lowtide.models import chunked_cross_entropy``. Importing lowtide is light: each name is loaded
+when it is first used.
 """
 
 from __future__ import annotations
@@ -9,14 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowtide.adaptive.session import Adaptive
     from lowtide.api import adapt, plan
-    from lowtide.config.check import load_policy
+    from lowtide.config.load import load_policy
     from lowtide.errors import (
-        CheckpointError,
         ConfigError,
-        DataError,
-        LaunchError,
         LowtideError,
         ModelError,
         PatternError,
@@ -24,54 +22,42 @@ if TYPE_CHECKING:
         PolicyError,
         RebuildError,
         RescueError,
-        RunDirectoryError,
         SwapError,
         TraceError,
         UnitError,
         UnmatchedError,
         VerificationError,
     )
-    from lowtide.models.chunked_loss import chunked_cross_entropy
     from lowtide.planner.plan import Plan
     from lowtide.policy import (
-        Catalogue,
-        CommRule,
+        CollectiveRule,
+        Communication,
         Decision,
         Keep,
         LayerPolicy,
-        Operator,
         Pattern,
         Policy,
         Recompute,
-        Resolution,
         Rule,
         Swap,
-        resolve,
     )
     from lowtide.runtime.apply import Handle, apply
     from lowtide.runtime.limits import Limits
-    from lowtide.runtime.receipt import Receipt
-    from lowtide.runtime.verify import Verification, verify
-    from lowtide.trace.trace import Trace
+    from lowtide.runtime.verify import verify
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "Adaptive",
-    "Catalogue",
-    "CheckpointError",
-    "CommRule",
+    "CollectiveRule",
+    "Communication",
     "ConfigError",
-    "DataError",
     "Decision",
     "Handle",
     "Keep",
-    "LaunchError",
     "LayerPolicy",
     "Limits",
     "LowtideError",
     "ModelError",
-    "Operator",
     "Pattern",
     "PatternError",
     "Plan",
@@ -79,42 +65,30 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RebuildError",
-    "Receipt",
     "Recompute",
     "RescueError",
-    "Resolution",
     "Rule",
-    "RunDirectoryError",
     "Swap",
     "SwapError",
-    "Trace",
     "TraceError",
     "UnitError",
     "UnmatchedError",
-    "Verification",
     "VerificationError",
     "adapt",
     "apply",
-    "chunked_cross_entropy",
     "load_policy",
     "plan",
-    "resolve",
     "verify",
 ]
 
 
 _MODULES = {
-    "Adaptive": "lowtide.adaptive.session",
     "Handle": "lowtide.runtime.apply",
     "Limits": "lowtide.runtime.limits",
     "Plan": "lowtide.planner.plan",
-    "Receipt": "lowtide.runtime.receipt",
-    "Trace": "lowtide.trace.trace",
-    "Verification": "lowtide.runtime.verify",
     "adapt": "lowtide.api",
     "apply": "lowtide.runtime.apply",
-    "chunked_cross_entropy": "lowtide.models.chunked_loss",
-    "load_policy": "lowtide.config.check",
+    "load_policy": "lowtide.config.load",
     "plan": "lowtide.api",
     "verify": "lowtide.runtime.verify",
 }

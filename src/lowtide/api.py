@@ -43,9 +43,9 @@ def adapt(
     """Make a training loop fit its device, at the highest speed that fits.
 
     The first ``profiling_steps`` steps recompute every layer and are measured; then the fastest Policy whose memory is
-    within ``budget`` is put to work. ``"auto"`` is all that the device gives. Where an allocation fails, tensors go to
-    the host and the operator, or the step, is repeated, unless ``rescue`` is False. ``policy`` holds decisions that
-    stay as they are. What was measured and planned is saved in ``directory``.
+    within ``budget`` is applied. ``"auto"`` is all that the device has. On OOM, saved tensors are offloaded to the host
+    and the operator, or the step, is retried, unless ``rescue`` is False. ``policy`` holds decisions that the plan
+    must not change. What was measured and planned is saved in ``directory``.
 
     Pass every optimizer that steps, as a list if there are several. A model has one run: a second ``adapt`` of the same
     model or optimizer, or of a part of it, removes the first and says so.
@@ -62,7 +62,7 @@ def adapt(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Or step by step, which also allows a step to be repeated as a whole::
+    Or step by step, which also allows a whole step to be retried on OOM::
 
         run = lowtide.adapt(model, optimizer)
         for batch in batches:
@@ -94,7 +94,7 @@ def adapt(
         report=print_report,
     )
     try:
-        run.prepare()  # whoever runs the steps, the first is to come through as well
+        run.prepare()  # the first step has to survive OOM as well, also where the caller runs the steps
     except BaseException:
         run.remove()
         raise

@@ -14,9 +14,9 @@
     │   └── UnmatchedError      a pattern matches nothing in the model
     ├── RebuildError            what an operator produced cannot be rebuilt exactly
     ├── ReportError             a report cannot be made: a file is not what it should be, or plotly is missing
-    ├── RescueError             a step ran out of memory and neither room nor a repetition could help
+    ├── RescueError             a step ran out of memory, and neither offloading nor a retry helped
     ├── RunDirectoryError       a run directory belongs to another run
-    ├── SwapError               a swapped tensor did not come back as it left
+    ├── SwapError               a swapped tensor could not be reloaded unchanged
     ├── TraceError              a Trace cannot be made or read
     ├── UnitError               a size or a duration cannot be read, such as "24 parsecs"
     ├── UnsupportedTorchError   this torch does not have a private name that a feature needs
@@ -99,7 +99,7 @@ class ReportError(LowtideError):
 
 
 class RescueError(LowtideError):
-    """A step ran out of memory, and what could leave was not enough, or the step could not be repeated."""
+    """A step ran out of memory, and what could be offloaded was not enough, or the step could not be retried."""
 
 
 class RunDirectoryError(LowtideError):
@@ -107,7 +107,7 @@ class RunDirectoryError(LowtideError):
 
 
 class SwapError(LowtideError):
-    """A swapped tensor did not come back as it left: a copy or the disk failed, or it was changed in place."""
+    """A swapped tensor could not be reloaded unchanged: a copy or the disk failed, or it was changed in place."""
 
 
 class TraceError(LowtideError):
@@ -115,7 +115,7 @@ class TraceError(LowtideError):
 
 
 class VerificationError(LowtideError):
-    """A run with lowtide differs from the same run without it, or a tensor came back different."""
+    """A run with lowtide differs from the same run without it, or a reloaded tensor differs."""
 
 
 class UnitError(LowtideError, ValueError):

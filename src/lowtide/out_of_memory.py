@@ -1,7 +1,7 @@
-"""Tell an allocation that failed on the device from every other error, by whatever name a backend raises it.
+"""Distinguish an out-of-memory error of the device from every other error, whatever class a backend raises.
 
 [Note: what counts as out of memory]
-Whoever asks wants to offload tensors and run the operator again, so an error counts only if both make sense:
+The caller wants to offload tensors and retry the operator, so an error counts only if both make sense:
 
 - The device's allocator refused. Some backends raise ``torch.OutOfMemoryError``, some a plain ``RuntimeError``; all say
   "out of memory" and how much they "tried to allocate".

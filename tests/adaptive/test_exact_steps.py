@@ -101,7 +101,7 @@ def watched(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
 def recorded(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
     """Under the mode that measures, with everything on the host that is saved."""
     copies = HostCopies(at_once=True)
-    with Recorder(0, hold=copies.hold, written=copies.written).listening():
+    with Recorder(0, hold=copies.hold, written=copies.written).recording():
         return run()
 
 

@@ -198,7 +198,7 @@ def test_what_runs_between_backward_and_the_optimizers_step_is_the_optimizers() 
     with_clipping, without = kinds(clipped), kinds(Run.step)
     assert with_clipping[-len(without) :] == without
     assert any("norm" in kind for kind in with_clipping)
-    assert with_clipping.count("aten::pow") == 1  # what was logged after the first micro batch is not there
+    assert with_clipping.count("aten::pow") == 1  # what was logged after the first micro-batch is not there
 
 
 @pytest.mark.parametrize("step", [zeroed_in_place, cleared_after_forward])

@@ -14,6 +14,7 @@ import tide
 from lowtide import LayerPolicy, Policy, Recompute
 from lowtide.adaptive.record import load_record
 from lowtide.adaptive.session import Adaptive
+from lowtide.trace import Trace
 from ranks import Ranks
 from session_cases import in_session, session_on_ranks
 from sweep_cases import single
@@ -215,7 +216,7 @@ def test_what_was_measured_and_planned_is_saved(tmp_path: Path) -> None:
     training = Training()
     _, run = adapted(training, 6, directory=tmp_path)
     run.remove()
-    assert lowtide.Trace.load(tmp_path / "trace.json").measured
+    assert Trace.load(tmp_path / "trace.json").measured
     assert Policy.from_json((tmp_path / "policy.json").read_text()) == run.policy
     record = load_record(tmp_path / "adaptive.json")
     assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]

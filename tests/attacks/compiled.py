@@ -23,7 +23,7 @@ def compiled_function(backend: str) -> Attack:
 
     return attack(
         f"a function compiled with {backend} is called in a layer", name=f"compiled_function_{backend}",
-        treatments=("operators", "layers", "swap", "boundary", "root recompute", *ADAPTED),
+        treatments=("operators", "layers", "swap", "boundary", *ADAPTED),
     )(program)  # fmt: skip
 
 

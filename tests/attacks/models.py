@@ -28,7 +28,7 @@ CLASSES = (
 )  # fmt: skip
 """Imported before the attacks are forked."""
 
-FORMS = ("adapt steps", "layers", "operators", "swap", "root recompute")
+FORMS = ("adapt steps", "layers", "operators", "swap", "boundary")
 
 
 def tokens(side: Side) -> Callable[[int], Tensor]:
@@ -280,7 +280,7 @@ def hidden_states(side: Side) -> None:
     train(side, model, batch=tokens(side), loss=loss)
 
 
-@attack("generate() before the first step and between steps, with a policy for the root", treatments=EVERY)
+@attack("generate() before the first step and between steps", treatments=EVERY)
 def generate(side: Side) -> None:
     model: Any = small_llama()
     model.config.eos_token_id = model.generation_config.eos_token_id = None

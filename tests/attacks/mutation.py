@@ -186,7 +186,7 @@ def handed_over(side: Side) -> None:
         side.record_gradients(label, model)
 
     run.step(lambda: gradients("first", forward(1)))
-    for number, following in enumerate(("operators", "swap", "layers", "root recompute")):
+    for number, following in enumerate(("operators", "swap", "layers", "boundary")):
         earlier = forward(2)
         if side.handles:
             side.handles.pop().remove()

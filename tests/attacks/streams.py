@@ -77,7 +77,7 @@ def asynchronous(side: Side) -> None:
     train(side, stack(), batch=lambda step: side.batch(step, 32, 16, WIDTH))
 
 
-@attack("two threads train one model at once", treatments=("operators", "swap", "swap late", "disk", "root swap"),
+@attack("two threads train one model at once", treatments=("operators", "swap", "swap late", "disk"),
         devices=BOTH)  # fmt: skip
 def threads(side: Side) -> None:
     model: nn.Module = without_dropout(stack()).to(side.device)

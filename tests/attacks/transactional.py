@@ -13,7 +13,7 @@ from attacks.harness import BOTH, Found, Side, attack, train
 from attacks.parts import WIDTH, Block, Net
 from attacks.surroundings import Surroundings
 from lowtide.errors import LowtideError
-from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from lowtide.policy import Communication, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 
 __all__: list[str] = []
 
@@ -112,8 +112,7 @@ def policies() -> dict[str, Policy]:
         "layers": Policy((WHOLE,) * 3),
         "swap": Policy((SWAPPED,) * 3),
         "operators": Policy((each,) * 3),
-        "root": Policy((each,) * 3, root=LayerPolicy(Recompute())),
-        "gathers": Policy((WHOLE,) * 3, parallel_optimizer_comm_recompute=True),
+        "gathers": Policy((WHOLE,) * 3, communication=Communication(reshard_after_forward=True)),
     }
 
 
@@ -253,15 +252,6 @@ def adapt_layer_without_hooks(side: Side) -> None:
     model.to(side.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     tolerant(side, model, lambda: lowtide.adapt(model, optimizer, verbose=False), optimizer)
-    side.record("done", 1)
-
-
-@attack("apply on a model under a policy for its root that cannot be followed: nothing stays", treatments=ONE)
-def apply_root_of_compiled(side: Side) -> None:
-    model, _ = model_and_optimizer(side)
-    model.compile(backend="eager")
-    policy = Policy((WHOLE,) * 3, root=LayerPolicy(Recompute()))
-    tolerant(side, model, lambda: lowtide.apply(model, policy))
     side.record("done", 1)
 
 

@@ -20,12 +20,11 @@ class Treatment:
 
     layer: LayerPolicy = KEEP
     """What becomes of every layer."""
-    root: LayerPolicy = KEEP
     adapt: Literal["", "steps", "loop"] = ""
     """Whether the run adapts itself: each step given to ``run.step``, or the loop inside ``with``."""
 
     def policy(self, layers: int) -> Policy:
-        return Policy((self.layer,) * layers, root=self.root, origin="solver")
+        return Policy((self.layer,) * layers, origin="solver")
 
 
 TREATMENTS = {
@@ -35,8 +34,6 @@ TREATMENTS = {
     "swap late": Treatment(LayerPolicy(Swap(1), boundary=Swap(1))),
     "disk": Treatment(LayerPolicy(Swap(3, "disk"), boundary=Swap(2, "disk"))),
     "boundary": Treatment(LayerPolicy(Recompute(), boundary=Swap(4))),
-    "root swap": Treatment(root=LayerPolicy(Swap(3))),
-    "root recompute": Treatment(EACH_OPERATOR, root=LayerPolicy(Recompute())),
     "adapt steps": Treatment(adapt="steps"),
     "adapt loop": Treatment(adapt="loop"),
 }
@@ -44,5 +41,5 @@ TREATMENTS = {
 EVERY = tuple(TREATMENTS)
 ADAPTED = ("adapt steps", "adapt loop")
 APPLIED = tuple(name for name in EVERY if name not in ADAPTED)
-RECOMPUTED = ("operators", "layers", "boundary", "root recompute")
-SWAPPED = ("swap", "swap late", "disk", "root swap")
+RECOMPUTED = ("operators", "layers", "boundary")
+SWAPPED = ("swap", "swap late", "disk")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.config.check import Check, check_text, load_policy
-from lowtide.errors import ConfigError, PolicyError
+from lowtide.config.check import Check, check_text
 from lowtide.operators.names import layer_operators
-from lowtide.policy import Keep, LayerPolicy, Policy, Recompute, Swap
+from lowtide.policy import Keep, Recompute, Swap
 
 
 def check(text: str, **overrides: Any) -> Check:
@@ -150,25 +149,3 @@ def test_a_file_without_sections_is_an_error_with_a_position(text: str) -> None:
     (problem,) = check(text).problems.errors
     assert problem.line >= 1
     assert problem.column >= 1
-
-
-def test_load_policy_knows_what_a_plan_wrote_by_its_content(tmp_path: Path) -> None:
-    policy = Policy((LayerPolicy(Recompute()), LayerPolicy()), origin="solver")
-    file = tmp_path / "policy.txt"
-    file.write_text(policy.to_json())
-    assert load_policy(file) == policy
-    file.write_text('{"lowtide_policy": 99}')
-    with pytest.raises(PolicyError, match="not a Policy"):
-        load_policy(file)
-
-
-def test_load_policy_gives_the_policy_or_all_problems(tmp_path: Path) -> None:
-    file = tmp_path / "train.yaml"
-    file.write_text(MODEL + "recompute_config: {recompute: true}\n")
-    assert len(load_policy(file).layers) == 4
-    file.write_text(MODEL + "recompute_config: {recompute: 3}\n")
-    with pytest.raises(ConfigError, match=r"train\.yaml:2:31: `recompute` cannot be the number 3"):
-        load_policy(file)
-    file.write_text("runner_config: {epochs: 1}\n")
-    with pytest.raises(ConfigError, match="no recompute or swap settings"):
-        load_policy(file)

@@ -39,8 +39,8 @@ def test_deepseek_example_recomputes_the_first_layers_of_each_stage() -> None:
         "Formative layer_recompute: [[3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3, 2, 0]]"
     ]
     assert result.policy is not None
-    assert result.policy.recompute_slice_activation
-    assert result.policy.parallel_optimizer_comm_recompute
+    assert result.policy.communication.slice_inputs
+    assert result.policy.communication.reshard_after_forward
     kept = [index for index, layer in enumerate(result.policy.layers) if layer.default == Keep()]
     assert kept == [54, 57, 58, 59, 60]
 

@@ -2,7 +2,7 @@
 
 By that model a module that is switched on holds its input in place of its memory and costs its time; a module is
 replaced by its children where one of them is on; a layer that is recomputed holds its input and costs its time. What
-all layers hold, times the micro batches in flight, is to fit beside what is static.
+all layers hold, times the micro-batches in flight, is to fit beside what is static.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VECTORS = [vector for vector in golden.vectors("golden_mindspeed") if vector["de
 
 
 class Cost(NamedTuple):
-    """What all layers of a context hold of one micro batch, and what they take in addition."""
+    """What all layers of a context hold of one micro-batch, and what they take in addition."""
 
     memory: float
     time: float

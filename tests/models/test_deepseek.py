@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, resolve, verify
+from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, verify
 from lowtide._torch_private.fake import FakeTensorMode
 from lowtide.errors import ModelError
 from lowtide.models.auxiliary import set_auxiliary_scale
@@ -18,6 +18,7 @@ from lowtide.models.build import build_model
 from lowtide.models.prediction import prediction_loss
 from lowtide.models.router import reset_expert_counts, routers_of
 from lowtide.operators.survey import survey
+from lowtide.policy import resolve
 from models.shapes import LENGTH, built, deepseek, loss_of, tokens
 
 NAMES = {

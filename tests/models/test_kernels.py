@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, resolve, verify
+from lowtide import LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, verify
 from lowtide.models import kernels
 from lowtide.models.kernels import choose, eager_rope, eager_swiglu
 from lowtide.operators.survey import survey
+from lowtide.policy import resolve
 from models.shapes import built, llama, loss_of, tokens
 
 CPU = torch.device("cpu")

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide import Decision, LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, apply, resolve, verify
+from lowtide import Decision, LayerPolicy, Limits, Pattern, Policy, Recompute, Rule, Swap, apply, verify
 from lowtide.errors import ModelError
 from lowtide.models.build import build_model
 from lowtide.models.hugging_face import hugging_face_name
 from lowtide.models.shape import YarnShape
 from lowtide.operators.survey import survey
+from lowtide.policy import resolve
 from models.shapes import LENGTH, built, llama, loss_of, tokens
 
 

@@ -34,14 +34,11 @@ LAYERS: dict[str, tuple[LayerPolicy, ...]] = {
     "swap to disk": (LayerPolicy(Swap(3, "disk"), boundary=Swap(2, "disk")),),
     "boundary swap": (LayerPolicy(Recompute(), boundary=Swap(4)),),
     "mixed": MIXED,
-    "swap the root": (LayerPolicy(),),
-    "recompute the root": MIXED,
 }
 """For each column, the settings of the layers in turn."""
-ROOT = {"swap the root": LayerPolicy(Swap(3)), "recompute the root": LayerPolicy(Recompute())}
 
-RECOMPUTING = {"recompute operators", "mixed", "recompute the root"}
-SWAPPING = {"swap", "swap to disk", "boundary swap", "mixed", "recompute the root"}
+RECOMPUTING = {"recompute operators", "mixed"}
+SWAPPING = {"swap", "swap to disk", "boundary swap", "mixed"}
 
 every_policy = pytest.mark.parametrize("column", LAYERS)
 
@@ -49,7 +46,7 @@ every_policy = pytest.mark.parametrize("column", LAYERS)
 def policy_of(column: str, layers: int) -> Policy:
     settings = LAYERS[column]
     layers_in_turn = tuple(settings[index % len(settings)] for index in range(layers))
-    return Policy(layers_in_turn, root=ROOT.get(column, LayerPolicy()), origin="solver")
+    return Policy(layers_in_turn, origin="solver")
 
 
 def apply_column(column: str | None, model: nn.Module, layers: str = "layers") -> Handle | None:

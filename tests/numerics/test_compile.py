@@ -14,7 +14,7 @@ from lowtide.policy import LayerPolicy, Policy, Swap
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
 from numerics.model import Value, build, gradients, loss_of, tokens_of, values
-from numerics.policies import ROOT, SWAPPING, apply_column, every_policy, idle
+from numerics.policies import SWAPPING, apply_column, every_policy, idle
 
 GRAPHS: list[int] = []
 
@@ -83,7 +83,7 @@ WAYS = pytest.mark.parametrize(
     [pytest.param(wrapped, id="torch.compile(layer)", marks=pytest.mark.slow), pytest.param(in_place, id="compile()")],
 )
 WHOLE = [pytest.param(column) for column in ("recompute layers", "swap", "swap to disk", "boundary swap")]
-BY_OPERATOR = ["recompute operators", "mixed", *ROOT]
+BY_OPERATOR = ["recompute operators", "mixed"]
 
 
 @pytest.mark.composes
@@ -107,7 +107,7 @@ def test_whole_layers_compiled_before_are_exact(row: str, column: str, compile_l
 @WAYS
 @pytest.mark.parametrize("column", BY_OPERATOR)
 def test_operators_of_compiled_layers_are_refused_when_applied(row: str, column: str, compile_layers: Any) -> None:
-    with pytest.raises(PolicyError, match=r"layer 0 is compiled|outside compiled layers"):
+    with pytest.raises(PolicyError, match=r"layer 0 is compiled"):
         compiled_first(compile_layers, column)
 
 
@@ -127,7 +127,7 @@ def test_whole_layers_compiled_afterwards_are_exact(row: str, column: str, compi
 @pytest.mark.composes(refused=PolicyError)
 @pytest.mark.parametrize("row", ["layers compiled after the Policy is applied"])
 @WAYS
-@pytest.mark.parametrize("column", ["recompute operators", "swap", "swap to disk", "boundary swap", "mixed", *ROOT])
+@pytest.mark.parametrize("column", ["recompute operators", "swap", "swap to disk", "boundary swap", "mixed"])
 def test_what_would_be_inside_the_compiled_layer_is_refused(row: str, column: str, compile_layers: Any) -> None:
     with pytest.raises(PolicyError, match="runs inside torch"):
         applied_first(compile_layers, column)
@@ -135,7 +135,7 @@ def test_what_would_be_inside_the_compiled_layer_is_refused(row: str, column: st
 
 @pytest.mark.composes(refused=PolicyError)
 @pytest.mark.parametrize("row", ["the whole model compiled"])
-@pytest.mark.parametrize("column", ["recompute operators", "swap", "swap to disk", "boundary swap", "mixed", *ROOT])
+@pytest.mark.parametrize("column", ["recompute operators", "swap", "swap to disk", "boundary swap", "mixed"])
 def test_a_policy_inside_a_compiled_model_is_refused(row: str, column: str) -> None:
     model = build(2)
     apply_column(column, model)

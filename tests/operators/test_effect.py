@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tide
-from lowtide import Catalogue, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, apply, resolve
+from lowtide import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, apply
 from lowtide.operators.effect import Effect, effect_of, freed_by_recompute, freed_by_swap
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.survey import Survey, survey
+from lowtide.policy import Catalogue, resolve
 from tiny_models import surveyed, tiny
 
 
@@ -113,14 +114,6 @@ def test_an_exclude_and_a_collective_free_nothing() -> None:
     assert exclude.freed == 0
     assert "mlp.mul" in rest.setting.operators
     assert "mlp.mul" not in rest.setting.decided
-
-
-def test_a_rule_of_the_root_is_counted_in_the_root() -> None:
-    found = known("llama")
-    policy = Policy((LayerPolicy(),) * 3, root=LayerPolicy(rules=(Rule(Pattern(r"model\.norm"), Recompute()),)))
-    (one,) = effect_of(resolve(policy, found.catalogue), found).settings
-    assert one.setting.layers == ()
-    assert one.freed == {operator.name: operator.net for operator in found.root.operators}["model.norm"]
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lowtide import Decision, Keep, Policy, Recompute, Resolution, Swap, load_policy, resolve
+from lowtide import Decision, Keep, Policy, Recompute, Swap, load_policy
 from lowtide.operators.families import PARTS, aliases_of
 from lowtide.operators.survey import Survey
-from lowtide.policy import LayerPolicy, Pattern, Rule
+from lowtide.policy import LayerPolicy, Pattern, Resolution, Rule, resolve
 from tiny_models import surveyed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -114,5 +114,5 @@ def test_peak_and_time_of_a_policy_are_as_predicted(autocast: bool, count: int) 
             for size in (*part.static.parameters, *part.static.buffers)
         )
         assert stage.peak - there == pytest.approx(peak, rel=2e-3), policy
-        # A gradient that is added to another is not among the kernels of a Trace of one micro batch: it is estimated.
+        # A gradient that is added to another is not among the kernels of a Trace of one micro-batch: it is estimated.
         assert stage.seconds == pytest.approx(seconds, rel=3e-2 if micro_batches > 1 else 2e-3), policy

@@ -182,7 +182,7 @@ def test_leaving_out_micro_batches_that_repeat_changes_nothing() -> None:
     trace, policy = hand_made_trace(4), policy_of(layers=4, linear=Recompute())
     few = simulate(trace, policy, DEVICE, even_pipeline(4, stages=2, micro_batches=4))
     many = simulate(trace, policy, DEVICE, even_pipeline(4, stages=2, micro_batches=32))
-    buffers = 28 * SIZE  # torch's pipelining has a receive buffer for each micro batch
+    buffers = 28 * SIZE  # torch's pipelining has a receive buffer for each micro-batch
     assert [stage.peak + buffers for stage in few.stages] == [stage.peak for stage in many.stages]
     alone = max(stage.seconds for stage in simulate(trace, policy, DEVICE, even_pipeline(4, micro_batches=32)).stages)
     assert alone / 2 < many.seconds < alone
@@ -259,3 +259,9 @@ def test_after_a_step_nothing_is_left_but_parameters_and_gradients(
     assert stage.rank.allocator.allocated == 2 * PARAMETER * len(layers)
     assert stage.player.swapping.host_bytes == 0
     assert found.peak >= stage.rank.allocator.allocated
+
+
+def test_a_uniform_policy_is_simulated_on_every_layer() -> None:
+    uniform = Policy.uniform(default=Recompute())
+    trace = hand_made_trace(3)
+    assert simulate(trace, uniform, DEVICE) == simulate(trace, uniform.for_layers(3), DEVICE)

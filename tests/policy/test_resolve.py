@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy import (
     Catalogue,
-    CommRule,
+    CollectiveRule,
     Decision,
     Keep,
     LayerPolicy,
@@ -55,7 +55,6 @@ def test_every_operator_gets_exactly_one_decision(data: st.DataObject, catalogue
         for decision in layer.decisions.values():
             assert isinstance(decision, (Keep, Recompute, Swap))
             assert not isinstance(decision, Swap) or decision.unit == "operators"
-    assert list(resolution.root.decisions) == [operator.name for operator in catalogue.root]
 
 
 @given(st.data(), catalogues())
@@ -149,16 +148,16 @@ def test_exclude_of_a_module_has_no_effect_where_only_operators_count() -> None:
 
 
 def test_collectives_are_repeated_at_operators_only() -> None:
-    layer = LayerPolicy(communication=(CommRule(Pattern("norm")), CommRule(Pattern("mlp"))))
+    layer = LayerPolicy(collectives=(CollectiveRule(Pattern("norm")), CollectiveRule(Pattern("mlp"))))
     resolution = resolved(layer)
-    assert resolution.layers[0].repeated_collectives == ("norm",)
+    assert resolution.layers[0].reissued_collectives == ("norm",)
     assert "only an operator has a collective" in str(resolution.unused[0])
 
 
 def test_a_kept_collective_wins_over_a_repeated_one() -> None:
-    layer = LayerPolicy(communication=(CommRule(Pattern("norm")), CommRule(Pattern("no.*"), repeat=False)))
+    layer = LayerPolicy(collectives=(CollectiveRule(Pattern("norm")), CollectiveRule(Pattern("no.*"), reissue=False)))
     resolution = resolved(layer)
-    assert resolution.layers[0].repeated_collectives == ()
+    assert resolution.layers[0].reissued_collectives == ()
     assert resolution.layers[0].kept_collectives == ("norm",)
 
 
@@ -211,8 +210,8 @@ def test_an_alias_that_is_another_operators_own_name_means_that_one() -> None:
 
 def test_a_collective_is_named_by_an_alias_and_kept_by_the_own_name() -> None:
     layer = (Operator("ln_1", (), ("attention_norm.norm",)), Operator("mlp"))
-    policy = Policy((LayerPolicy(communication=(CommRule(Pattern(r".*\.norm")),)),))
-    assert resolve(policy, Catalogue((layer,))).layers[0].repeated_collectives == ("ln_1",)
+    policy = Policy((LayerPolicy(collectives=(CollectiveRule(Pattern(r".*\.norm")),)),))
+    assert resolve(policy, Catalogue((layer,))).layers[0].reissued_collectives == ("ln_1",)
 
 
 def test_the_nearest_names_of_an_unmatched_pattern_may_be_aliases() -> None:
@@ -225,17 +224,17 @@ def test_the_nearest_names_of_an_unmatched_pattern_may_be_aliases() -> None:
 @given(st.data(), catalogues())
 def test_an_alias_is_as_good_as_a_name(data: st.DataObject, catalogue: Catalogue) -> None:
     policy = data.draw(policies(num_layers=len(catalogue.layers)))
-    assume(not any(".*" in str(r.pattern) for layer in policy.layers for r in (*layer.rules, *layer.communication)))
+    assume(not any(".*" in str(r.pattern) for layer in policy.layers for r in (*layer.rules, *layer.collectives)))
 
     def renamed(layer: tuple[Operator, ...]) -> tuple[Operator, ...]:
         return tuple(Operator(f"own-{o.name}", tuple(f"own-{c}" for c in o.consumers), (o.name,)) for o in layer)
 
     first = resolve(policy, catalogue, require_match=False)
-    others = Catalogue(tuple(renamed(layer) for layer in catalogue.layers), catalogue.root)
+    others = Catalogue(tuple(renamed(layer) for layer in catalogue.layers))
     second = resolve(policy, others, require_match=False)
     for plain, aliased in zip(first.layers, second.layers, strict=True):
         assert {f"own-{name}": decision for name, decision in plain.decisions.items()} == aliased.decisions
-        assert [f"own-{name}" for name in plain.repeated_collectives] == list(aliased.repeated_collectives)
+        assert [f"own-{name}" for name in plain.reissued_collectives] == list(aliased.reissued_collectives)
 
 
 def test_each_setting_says_which_operators_it_names_and_which_it_decides() -> None:

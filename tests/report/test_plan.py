@@ -41,7 +41,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
 def test_an_explanation_says_where_the_peak_is_and_what_it_is_made_of() -> None:
     text = printed(print_explanation, llama_plan(8, 4, 8))
     assert "on stage 0" in text
-    assert "4 micro batches in flight" in text
+    assert "4 micro-batches in flight" in text
     assert "layer 1, feed_forward.mul" in text
     assert "made of parameters 255 MiB, gradients 85 MiB, optimizer 510 MiB, activations" in text
     assert "feed_forward.w3 (activations)" in text

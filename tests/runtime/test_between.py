@@ -86,12 +86,11 @@ def batch(step: int) -> Tensor:
 
 
 LEAF = LayerPolicy(rules=(Rule(Pattern("leaf"), Recompute()),))
-LAST = LayerPolicy(rules=(Rule(Pattern("last"), Recompute()),))
 UP = LayerPolicy(rules=(Rule(Pattern("up"), Recompute()),))
 Steps = Callable[[Model], None]
 POLICIES = {
     "layers": Policy((LEAF,) * LAYERS),
-    "root": Policy((LayerPolicy(),) * LAYERS, root=LAST),
+    "whole layers": Policy((LayerPolicy(Recompute()),) * LAYERS),
 }
 in_both = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
@@ -142,14 +141,13 @@ def test_an_attribute_is_changed_before_backward(policy: Policy) -> None:
     assert not exact(Scaled, steps, policy).kept
 
 
-@in_both
-def test_a_leaf_that_writes_into_its_buffer_is_kept_and_that_is_said(policy: Policy) -> None:
+def test_a_leaf_that_writes_into_its_buffer_is_kept_and_that_is_said() -> None:
     def steps(model: Model) -> None:
         for step in range(3):
             model(batch(step)).sum().backward()
 
     for leaf in (Counting, lambda: nn.BatchNorm1d(WIDTH)):
-        handle = exact(leaf, steps, policy)
+        handle = exact(leaf, steps, POLICIES["layers"])
         assert handle.kept
         assert "cannot be repeated" in handle.receipt().without_effect[0]
 
@@ -216,9 +214,8 @@ def test_parameters_that_are_others_in_forward_are_used_again_in_backward() -> N
         for step in range(3):
             functional_call(model, others, batch(step)).sum().backward()
 
-    head = LayerPolicy(rules=(Rule(Pattern("last"), Recompute()), Rule(Pattern("head"), Recompute())))
-    exact(Scaled, steps, Policy((LayerPolicy(Swap(1)),) * LAYERS, root=head))
-    exact(lambda: nn.Linear(WIDTH, WIDTH), steps, POLICIES["root"])
+    exact(Scaled, steps, Policy((LayerPolicy(Swap(1)),) * LAYERS))
+    exact(lambda: nn.Linear(WIDTH, WIDTH), steps, POLICIES["layers"])
     exact(lambda: nn.Linear(WIDTH, WIDTH), steps, Policy((LayerPolicy(Recompute()),) * LAYERS))
 
 
@@ -229,7 +226,7 @@ def test_what_is_computed_of_a_parameter_is_what_it_was() -> None:
             for loss in losses:
                 loss.backward()
 
-    exact(lambda: weight_norm(nn.Linear(WIDTH, WIDTH)), steps, POLICIES["root"])
+    exact(lambda: weight_norm(nn.Linear(WIDTH, WIDTH)), steps, POLICIES["layers"])
 
 
 @pytest.mark.parametrize("decision", [Recompute(), Swap(1)], ids=str)
@@ -245,7 +242,6 @@ def test_conjugates(decision: Any) -> None:
 
     rules = LayerPolicy(rules=(Rule(Pattern(".*", "path"), decision),))
     exact(lambda: nn.Sequential(Spectrum()), steps, Policy((rules,) * LAYERS))
-    exact(lambda: nn.Sequential(Spectrum()), steps, Policy((LayerPolicy(),) * LAYERS, root=LayerPolicy(decision)))
 
 
 @in_both
@@ -324,14 +320,11 @@ def test_two_policies_on_the_same_layers_come_and_go_in_any_order() -> None:
 def test_a_refusal_of_torch_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     model = Model(Scaled)
-    handle = apply(model, POLICIES["root"])
+    handle = apply(model, POLICIES["layers"])
     for _ in range(2):
         model(batch(0)).sum().backward()
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.func.grad(lambda x: model(x).sum())(batch(0))
-    assert handle.root is not None
-    assert handle.root.decided is not None
-    assert handle.root.decided.run is None
     handle.receipt()
     model(batch(0)).sum().backward()
     assert any(one.recomputes for one in handle.receipt().operators)

@@ -121,7 +121,7 @@ def test_layers_of_one_class_with_other_modules_are_kinds_of_their_own() -> None
 
 def test_in_a_part_of_a_model_a_pattern_may_match_nothing() -> None:
     model = Stack(gated, 2)
-    handle = apply(model, Policy((swap("tanh"),) * 2), partial=True)
+    handle = apply(model, Policy((swap("tanh"),) * 2), allow_unmatched=True)
     model(torch.randn(ROWS, WIDTH)).sum().backward()
     assert [one.setting for one in handle.unused] == ["tanh"]
     assert "tanh" in str(handle.receipt().without_effect)

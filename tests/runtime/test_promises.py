@@ -101,11 +101,6 @@ def test_nothing_silent_about_an_operator_of_which_nothing_is_saved() -> None:
         assert "no effect: nothing of it is saved for backward" in str(train(gated, policy).attached.receipt())
 
 
-def test_nothing_silent_about_decisions_for_what_did_not_run() -> None:
-    handle = apply(Stack(gated, 2), Policy((LayerPolicy(),) * 2, root=LayerPolicy(Recompute())))
-    assert "has not run as a whole" in str(handle.receipt())
-
-
 # 3. Free when unused
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError, ModelError, PolicyError, UnmatchedError
-from lowtide.policy import CommRule, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from lowtide.policy import Communication, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
 
@@ -66,27 +66,24 @@ def compiled(model: Model, place: int) -> Model:
 WHOLE = LayerPolicy(Recompute(), boundary=Swap(2))
 SINGLE = LayerPolicy(rules=(Rule(Pattern("up"), Recompute()),))
 NAMELESS = LayerPolicy(rules=(Rule(Pattern("no_such_operator"), Recompute()),))
-GATHERED = LayerPolicy(communication=(CommRule(Pattern("up")),))
 
 REFUSED: dict[str, tuple[type[LowtideError], Callable[[], Model], Callable[[Model], Handle]]] = {
     "another number of layers": (PolicyError, Model, lambda model: apply(model, Policy((WHOLE,) * 2))),
     "no such module of layers": (ModelError, Model, lambda model: apply(model, Policy((WHOLE,) * 3), layers="blocks")),
-    "collectives of the root": (PolicyError, Model, lambda model: apply(model, Policy((WHOLE,) * 3, root=GATHERED))),
-    "a root outside compiled layers": (
-        PolicyError,
-        lambda: compiled(Model(), 2),
-        lambda model: apply(model, Policy((WHOLE,) * 3, root=LayerPolicy(Swap(2)))),
-    ),
     "single operators of a compiled layer": (
         PolicyError,
         lambda: compiled(Model(), 2),
-        lambda model: apply(model, Policy((WHOLE, WHOLE, SINGLE), parallel_optimizer_comm_recompute=True)),
+        lambda model: apply(
+            model, Policy((WHOLE, WHOLE, SINGLE), communication=Communication(reshard_after_forward=True))
+        ),
     ),
     "a pattern that matches nothing in what is known": (
         UnmatchedError,
         Model,
         lambda model: apply(
-            model, Policy((WHOLE, SINGLE, NAMELESS), parallel_optimizer_comm_recompute=True), learnt=kinds_of()
+            model,
+            Policy((WHOLE, SINGLE, NAMELESS), communication=Communication(reshard_after_forward=True)),
+            profiles=kinds_of(),
         ),
     ),
 }
@@ -108,7 +105,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="no layer is recomputed"):
-            apply(model, Policy((SINGLE,) * 3, mp_comm_recompute=False))
+            apply(model, Policy((SINGLE,) * 3, communication=Communication(reissue_collectives=False)))
     assert everything(model) == before
 
 
@@ -119,7 +116,7 @@ def test_a_removed_policy_leaves_the_model_as_it_was(policy: LayerPolicy, steps:
     before = everything(model)
     handle = apply(
         model,
-        Policy((policy,) * 3, root=LayerPolicy(Swap(1)), parallel_optimizer_comm_recompute=True),
+        Policy((policy,) * 3, communication=Communication(reshard_after_forward=True)),
         limits=Limits(minimum_bytes=1),
     )
     with warnings.catch_warnings(action="ignore"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowtide.errors import TraceError
-from lowtide.policy import Keep, LayerPolicy, Operator, Policy, resolve
 from lowtide.trace.trace import Call, Kernel, Pack, Part, Static, Trace, TracedOperator, Value
 
 
@@ -43,14 +41,6 @@ def test_a_trace_survives_its_file(tmp_path: Path) -> None:
     assert again == trace
     assert again.digest == trace.digest
     assert [operator.name for operator in again.catalogue.layers[1]] == ["linear", "silu"]
-
-
-def test_what_two_stages_both_call_cat_is_one_operator_outside_the_layers() -> None:
-    before = Part(name="before", operators=(TracedOperator("embedding"), TracedOperator("cat", consumers=("a",))))
-    after = Part(name="after", operators=(TracedOperator("cat", consumers=("b",)), TracedOperator("head")))
-    catalogue = replace(small_trace(), before=before, after=after).catalogue
-    assert catalogue.root == (Operator("embedding"), Operator("cat", ("a", "b")), Operator("head"))
-    assert resolve(Policy((LayerPolicy(),) * 2), catalogue).root.decisions["cat"] == Keep()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"lowtide_trace": 1}', '{"lowtide_trace": 2, "model": "x"}'])

@@ -97,7 +97,7 @@ def test_in_another_layout_generators_begin_anew_from_the_seed_and_the_step(
             checkpoints.resume(state)
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[1] != drawn[2]
-    assert caplog.text.count("random generators begin anew") == 3
+    assert caplog.text.count("random generators are reseeded") == 3
 
 
 def test_a_save_before_the_first_step_does_not_count_a_step(tmp_path: Path) -> None:

@@ -78,5 +78,5 @@ def test_a_norm_to_clip_to_must_be_above_zero(wrong: float) -> None:
 
 def test_parts_that_no_layout_has_are_an_error() -> None:
     mine = whole()
-    with pytest.raises(ModelError, match="divided into 2 parts, on 1 ranks"):
+    with pytest.raises(ModelError, match="sharded into 2 parts, on 1 ranks"):
         global_norm(mine, expert_parameters=mine, expert_ranks=2)

@@ -17,7 +17,7 @@ OPTIMIZER = "parallel.parallel_optimizer_config"
 MORE = (
     Layout("gpipe", 2, {**pipeline(), "parallel.pipeline_config.pipeline_scheduler": "gpipe"}),
     Layout("per token", 2, {**data(2, 2), **SHARD, "runner_wrapper.calculate_per_token_loss": True}),
-    Layout("each micro step reduced", 2, {**data(2, 2), **SHARD, f"{OPTIMIZER}.gradient_accumulation_shard": True}),
+    Layout("each micro-step reduced", 2, {**data(2, 2), **SHARD, f"{OPTIMIZER}.gradient_accumulation_shard": True}),
     Layout("fixed loss scale", 2, {**data(2, 2), "runner_wrapper.scale_sense": 1024.0}),
     Layout("hsdp 2 x 2", 4, {**data(4, 1), **SHARD, f"{OPTIMIZER}.optimizer_weight_shard_size": 2}),
     Layout(

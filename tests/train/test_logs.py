@@ -101,7 +101,7 @@ def test_memory_statistics_say_what_moved_and_name_no_operator() -> None:
     )
     lines = memory_statistics([Receipt((swapped,), (), ()), Receipt((swapped,), (), ())])
     assert any(line.startswith("Process peak memory: ") for line in lines)
-    assert "4 MiB moved to the host, 2 MiB let go" in lines[-1]
+    assert "4 MiB moved to the host, 2 MiB freed" in lines[-1]
     assert "1.000 s waited" in lines[-1]
     assert not any("flash_attention" in line for line in lines)
     assert not any("Activations" in line for line in memory_statistics([]))

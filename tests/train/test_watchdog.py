@@ -25,13 +25,13 @@ def test_a_hanging_job_says_where_each_rank_stands_and_ends(tmp_path: Path) -> N
             process.kill()
     said = [(tmp_path / f"log_{rank}").read_text() for rank in range(2)]
     assert codes == [ENDED, ENDED], said
-    assert re.search(r"rank 0 has not moved for \d+ s: forward of step 3, micro batch 1", said[0])
-    assert re.search(r"rank 1 has not moved for \d+ s: data of step 3, micro batch 0", said[1])
+    assert re.search(r"rank 0 has not moved for \d+ s: forward of step 3, micro-batch 1", said[0])
+    assert re.search(r"rank 1 has not moved for \d+ s: data of step 3, micro-batch 0", said[1])
     assert "all_reduce" in said[0]  # the stacks
     assert "in stuck_in_data" in said[1]
     assert "2 ranks hang:" in said[0]
-    assert "1 rank (1): data of step 3, micro batch 0" in said[0]
-    assert "1 rank (0): forward of step 3, micro batch 1" in said[0]
+    assert "1 rank (1): data of step 3, micro-batch 0" in said[0]
+    assert "1 rank (0): forward of step 3, micro-batch 1" in said[0]
     assert "ranks hang" not in said[1]
 
 
@@ -82,9 +82,9 @@ def test_a_summary_stays_short_for_thousands_of_ranks() -> None:
     summary = summary_of(places, 4096).splitlines()
     assert summary[:4] == [
         "4095 ranks hang:",
-        "  1 rank (5): data of step 7, micro batch 0",
+        "  1 rank (5): data of step 7, micro-batch 0",
         "  1 rank (9): no word: ended, or not hanging",
-        "  39 ranks (100, 200, 300, 400, 500, 600, 700, 800 and 31 more ranges): backward of step 6, micro batch 3",
+        "  39 ranks (100, 200, 300, 400, 500, 600, 700, 800 and 31 more ranges): backward of step 6, micro-batch 3",
     ]
     assert len(summary) == 5
     assert all(len(line) < 140 for line in summary)

@@ -166,7 +166,7 @@ class Measuring:
                 yield partial(_uncollected, recorder)
         finally:
             self._phases = None
-        if phases.whole and phases.told:
+        if phases.whole and phases.intercepted:
             change_in_place(recorder)
             self.recorded.append(_Recorded(recorder, phases.given))
 
@@ -214,7 +214,7 @@ def _uncollected(recorder: Recorder) -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        with recorder.listening():
+        with recorder.recording():
             yield
     finally:
         if collecting:

@@ -130,6 +130,7 @@ class Adaptive:
                 f" there have {counts}"
             )
         self.total = sum(len(chunk) for place in self.pipeline.placement for chunk in place)
+        self.fixed = fixed = fixed.for_layers(self.total) if fixed is not None else None
         if fixed is not None and len(fixed.layers) != self.total:
             raise PolicyError(f"the Policy decides {len(fixed.layers)} layers and the model has {self.total}")
         last = self.total - 1
@@ -454,7 +455,7 @@ class Adaptive:
         whole = len(self.parts) == 1 and self.pipeline.stages == 1
         for place, (part, chunk) in enumerate(zip(self.parts, self.chunks, strict=True)):
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in chunk))
-            handle = apply(part, mine, layers=self.layers, partial=not whole, learnt=self.kinds[place])
+            handle = apply(part, mine, layers=self.layers, allow_unmatched=not whole, profiles=self.kinds[place])
             self.handles.append(handle)
             if self.rescue is not None:
                 self.rescue.follow(handle)

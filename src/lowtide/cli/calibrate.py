@@ -36,7 +36,7 @@ Sequence = Annotated[
 ]
 Samples = Annotated[
     int | None,
-    typer.Option("--micro-batch-size", min=1, metavar="N", help="Samples of a micro batch.", show_default=False),
+    typer.Option("--micro-batch-size", min=1, metavar="N", help="Samples of a micro-batch.", show_default=False),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", min=1, help="About how long to measure where times vary.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the device as one JSON object.")]
@@ -88,13 +88,13 @@ def calibrate(
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("tracing", total=None)
 
-            def tell(what: str, done: int, total: int) -> None:
+            def show(what: str, done: int, total: int) -> None:
                 progress.update(task, description=what, completed=done, total=total)
 
             layout = Layout(sequence=sequence, samples=samples)
             with device_kernels("cpu" if where.type == "cpu" else "other"):
                 kernels = kernels_of(trace_of(source, layout).trace) if source is not None else []
-            found = measure(where, kernels, like=base, seconds=seconds, progress=tell)
+            found = measure(where, kernels, like=base, seconds=seconds, progress=show)
         found.device.save(output)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)

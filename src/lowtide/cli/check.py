@@ -120,7 +120,7 @@ def _refuse_without_model(context: typer.Context, model: str | None) -> None:
 
 def parse_overrides(texts: list[str]) -> dict[tuple[str | int, ...], Any]:
     """Read ``KEY=VALUE`` texts; the value is YAML, the key a dotted path."""
-    from lowtide.config.document import parse_value
+    from lowtide.config.parse import parse_value
 
     result: dict[tuple[str | int, ...], Any] = {}
     for text in texts:

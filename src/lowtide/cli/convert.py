@@ -40,7 +40,7 @@ def convert(file: File, to: To, output: Output = None, as_json: AsJson = False, 
 
     from lowtide.config.check import check_file
     from lowtide.config.convert import convert_form
-    from lowtide.config.document import write_document
+    from lowtide.config.parse import write_document
     from lowtide.operators.names import layer_operators
     from lowtide.report.terminal import print_problems
 

@@ -66,9 +66,9 @@ class Inputs(NamedTuple):
     pipeline: Annotated[int | None, _count("--pp", "Pipeline stages.")] = None
     chunks: Annotated[int | None, _count("--vpp", "Virtual stages of each stage.")] = None
     expert: Annotated[int | None, _count("--ep", "Expert-parallel ranks.")] = None
-    micro_batches: Annotated[int | None, _count("--micro-batches", "Micro batches of a step, for each rank.")] = None
+    micro_batches: Annotated[int | None, _count("--micro-batches", "Micro-batches of a step, for each rank.")] = None
     sequence: Annotated[int | None, _count("--seq", "Tokens of a sample.")] = None
-    samples: Annotated[int | None, _count("--micro-batch-size", "Samples of a micro batch.")] = None
+    samples: Annotated[int | None, _count("--micro-batch-size", "Samples of a micro-batch.")] = None
     schedule: Annotated[
         Schedule | None,
         typer.Option(
@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """How the model is divided."""
+        """How the model is sharded."""
         from lowtide.cli.traced import Layout
 
         return Layout(

@@ -21,7 +21,10 @@ Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Th
 Receipts = Annotated[
     list[Path] | None,
     typer.Option(
-        "--receipt", metavar="FILE", help="Receipts of a run: receipts.jsonl; may be repeated.", show_default=False
+        "--receipt",
+        metavar="FILE",
+        help="Receipts of a run: receipts.jsonl; may be given several times.",
+        show_default=False,
     ),
 ]
 Metrics = Annotated[
@@ -58,7 +61,7 @@ def report(
     config: Given = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw one HTML page from a plan, from a run's files, or from both: then predicted stands beside measured.
+    """Draw one HTML page from a plan, from a run's files, or from both, which compares predicted with measured.
 
     Of a run's directory everything that is in it is shown: its plan and its steps where it adapted itself, its
     receipts, its metrics.

@@ -18,7 +18,7 @@ __all__ = ["Layout", "Traced", "trace_of"]
 
 
 class Layout(NamedTuple):
-    """The options that say how a model is divided; None where the command line does not say."""
+    """The options that say how a model is sharded; None where the command line does not say."""
 
     data: int | None = None
     """Data-parallel ranks; they share parameters (FSDP) unless ``replicate``."""
@@ -30,12 +30,12 @@ class Layout(NamedTuple):
     micro_batches: int | None = None
     sequence: int | None = None
     samples: int | None = None
-    """Samples of a micro batch."""
+    """Samples of a micro-batch."""
     schedule: ScheduleName | None = None
     replicate: bool = False
     """Whether each data-parallel rank has the whole model."""
     sequence_parallel: bool = True
-    """Whether tensor parallel also divides the sequence between the matrices."""
+    """Whether tensor parallel also shards the sequence between the matrices."""
 
 
 class Traced(NamedTuple):
@@ -143,8 +143,8 @@ def _from_model(source: str, layout: Layout, progress: Callable[[str], None]) ->
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
     if (layout.tensor or 1) > 1 or (layout.expert or 1) > 1 or (layout.data or 1) > 1:
         raise ModelError(
-            f"{source} is planned for one rank: lowtide knows how to divide its own models, such as llama3-8b,"
-            " and training files'; leave --dp, --tp and --ep away, or trace the divided model and give its Trace"
+            f"{source} is planned for one rank: lowtide knows how to shard its own models, such as llama3-8b,"
+            " and training files'; leave --dp, --tp and --ep out, or trace the sharded model and give its Trace"
         )
     samples, sequence = layout.samples or 1, layout.sequence or 4096
     with FakeTensorMode(allow_non_fake_inputs=True), one_sequence_each():

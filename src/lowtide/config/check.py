@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from lowtide.config.document import Document, Path, load_document, parse_document
+from lowtide.config.document import Document, Path
+from lowtide.config.parse import load_document, parse_document
 from lowtide.config.placement import Placement, even, place
 from lowtide.config.problem import Problems
-from lowtide.errors import ConfigError
 from lowtide.policy import Catalogue, NameTree, Operator, Policy, Resolution, resolve
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.config.dialects.graph import GraphForm
     from lowtide.config.schema import Settings
 
-__all__ = ["Check", "OperatorNames", "check_file", "check_text", "load_policy"]
+__all__ = ["Check", "OperatorNames", "check_file", "check_text"]
 
 OperatorNames: TypeAlias = Callable[[Literal["legacy", "mcore"]], tuple[Operator, ...]]
 """Gives the operators of one layer of a family, to match patterns against where no model is at hand."""
@@ -67,29 +66,7 @@ class Check:
 
     def raise_errors(self) -> None:
         """Raise ConfigError with every error of the file, if it has any."""
-        if not self.ok:
-            lines = (f"{self.document.name}:{p.line}:{p.column}: {p.message}" for p in self.problems.errors)
-            raise ConfigError("\n".join(lines))
-
-
-_POLICY = re.compile(rb'\s*{\s*"lowtide_policy"')
-
-
-def load_policy(file: str | FilePath) -> Policy:
-    """Read the Policy that a training file asks for; ConfigError with all its problems if it has any.
-
-    What ``lowtide plan -o`` or :meth:`Policy.to_json` wrote is known by its content, whatever the file is called.
-
-    ``policy = load_policy("pretrain_llama.yaml")``
-    """
-    path = FilePath(file)
-    if path.is_file() and _POLICY.match(path.read_bytes()):
-        return Policy.from_json(path.read_text(encoding="utf-8"))
-    check = check_file(file)
-    check.raise_errors()
-    if check.policy is None:
-        raise ConfigError(f"{file}: there are no recompute or swap settings in it")
-    return check.policy
+        self.problems.raise_errors()
 
 
 def check_file(

@@ -16,7 +16,7 @@ __all__ = ["convert_form", "to_path", "to_segments"]
 
 _PREFETCH = (
     "a prefetch counts operators in the graph form and layers in the 2026 form: {found} is written as {written};"
-    " choose the distance anew"
+    " choose the distance again"
 )
 
 
@@ -277,7 +277,7 @@ def _listed(numbers: set[int]) -> str:
 
 
 def _outside_classes(expression: str, change: Callable[[str], str]) -> str:
-    """Apply ``change`` to what stands outside of escapes and [...] classes."""
+    """Apply ``change`` outside of escapes and [...] classes."""
     return "".join(
         part if part.startswith(("\\", "[")) else change(part)
         for part in re.findall(r"\\.|\[\^?\]?[^\]]*\]|[^\\\[]+|.", expression, re.DOTALL)

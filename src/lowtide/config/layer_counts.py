@@ -107,7 +107,9 @@ def _rows(value: Any, placement: Placement, problems: Problems, path: Path) -> T
             result.append([count if row else 0 for count in layer_list[chunk]])
             continue
         if not isinstance(row, (list, tuple)):
-            problems.error(here, f"a row cannot be {_describe(row)} beside lists", f"write a list of {num_stages}")
+            problems.error(
+                here, f"a row cannot be {_describe(row)} where others are lists", f"write a list of {num_stages}"
+            )
             return None
         if len(row) != num_stages:
             problems.error(

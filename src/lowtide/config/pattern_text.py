@@ -1,4 +1,4 @@
-"""Patterns as a file writes them: what is wrong with one is reported where it stands."""
+"""Patterns as a file writes them: what is wrong with one is reported at its position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HINTS = {
 def is_pattern(
     name: object, path: Path, problems: Problems, syntax: Literal["segments", "path"] = "segments", *, key: bool = True
 ) -> bool:
-    """Whether ``name`` is a pattern; says so in ``problems`` if it is not. ``key``: it stands as a mapping's key."""
+    """Whether ``name`` is a pattern; says so in ``problems`` if it is not. ``key``: it is a mapping's key."""
     try:
         if not isinstance(name, str):
             raise PatternError(f"a pattern is text; found {name!r:.60}")

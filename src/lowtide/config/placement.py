@@ -1,4 +1,4 @@
-"""Which pipeline stage and which chunk of it each layer stands in.
+"""Which pipeline stage and which chunk of it each layer is in.
 
 ``n`` layers are dealt to ``T = pp * v`` mini-stages: ``pp`` stages, each with ``v`` chunks
 ("virtual stages"). Every mini-stage gets ``n // T`` layers plus its entry of ``offset``; what
@@ -20,7 +20,7 @@ Table: TypeAlias = list[list[int]]
 
 
 class Placement(NamedTuple):
-    """Where each layer stands."""
+    """The stage and chunk of each layer."""
 
     layer_list: Table
     """How many layers each mini-stage holds, in the order the layers run through them."""
@@ -61,7 +61,7 @@ class Placement(NamedTuple):
 
     @property
     def accumulated(self) -> Table:
-        """For each mini-stage, how many layers stand in it and in those before it."""
+        """For each mini-stage, how many layers are in it and in those before it."""
         total = list(accumulate(count for row in self.layer_list for count in row))
         return [total[start : start + self.num_stages] for start in range(0, len(total), self.num_stages)]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from lowtide.config.document import Document, Mark, Path
+from lowtide.config.document import Document, Mark, Path, format_path
+from lowtide.errors import ConfigError
 
 __all__ = ["Problem", "Problems", "nearest"]
 
@@ -27,8 +27,6 @@ class Problem(NamedTuple):
 
     def as_json(self) -> dict[str, str | int]:
         """The problem as ``lowtide check --json`` prints it."""
-        from lowtide.config.document import format_path
-
         return {
             "path": format_path(self.path),
             "line": self.line,
@@ -54,6 +52,12 @@ class Problems:
     def warn(self, path: Path, message: str, hint: str = "", *, key: bool = True) -> None:
         """Report something accepted that the user should know."""
         self.warnings.append(self._problem(path, message, hint, key, None))
+
+    def raise_errors(self) -> None:
+        """Raise ConfigError with every error, if there are any."""
+        if self.errors:
+            name = self.document.name if self.document is not None else "<text>"
+            raise ConfigError("\n".join(f"{name}:{p.line}:{p.column}: {p.message}" for p in self.errors))
 
     def _problem(self, path: Path, message: str, hint: str, key: bool, mark: Mark | None) -> Problem:
         if mark is None and self.document is not None:

@@ -34,7 +34,7 @@ TOGETHER = 1 << 28
 
 
 class Calibration(NamedTuple):
-    """A device as it was measured, and what could not be."""
+    """A measured device, and what could not be measured."""
 
     device: Device
     kernels: int
@@ -218,7 +218,7 @@ def _measure(
 def _once(work: _Work, call: Callable[[], Any], device: torch.device) -> tuple[int, float]:
     """The bytes that a call touches, and its seconds of the clock.
 
-    The first call also loads and compiles: it runs again if it was long.
+    The first call also loads and compiles: it is run a second time if it was long.
     """
     took = float("inf")
     for _ in range(2):
@@ -243,7 +243,7 @@ def _touched(work: _Work, result: Any) -> int:
 
 
 def _bytes(one: TensorShape) -> int:
-    """Bytes of its elements, those that an expansion repeats counted once."""
+    """Bytes of its elements, those that an expansion shows several times counted once."""
     elements = (size for size, stride in zip(one.shape, one.strides, strict=True) if stride or not size)
     return prod(elements) * ITEM.get(one.dtype, 1)
 

@@ -51,7 +51,7 @@ class Device:
     ``memory``, ``link_out``, ``link_in``, ``collective``. What is missing is 1. A kind with FLOPs may have another
     share of the memory's peak: ``aten::mm|memory``."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of kernels as they were measured, by ``kind|dtype|shape``."""
+    """Measured seconds of kernels, by ``kind|dtype|shape``."""
     notes: tuple[str, ...] = ()
     """Where the figures come from."""
 

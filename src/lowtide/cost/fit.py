@@ -2,9 +2,9 @@
 
 [Note: what can be found by measuring]
 A kernel of a kind takes ``latency + max(flops / F, bytes / B) / e``, with the device's peaks F (for each dtype) and B,
-and the kind's efficiency e. No measurement tells a peak from an efficiency: only their products show. So F is the best
-rate of a matrix product and B that of kernels that only stream through memory, and efficiencies are relative to them.
-Products bound by memory reach another share of B than of F: which, shows in the matrix product, which has kernels
+and the kind's efficiency e. No measurement separates a peak from an efficiency: only their products show. So F is the
+best rate of a matrix product and B that of kernels that only stream through memory, and efficiencies are relative to
+them. Products bound by memory reach another share of B than of F: which, shows in the matrix product, which has kernels
 bound by either, and is taken to be in the same ratio for other kinds that have FLOPs.
 """
 

@@ -126,9 +126,9 @@ def _collective_seconds(device: Device, kernel: KernelWork) -> float:
     [Note: collectives]
     Of ``n`` ranks each sends, and gets, ``(n - 1) / n`` of the full buffer in a ring's ``n - 1`` steps; an all-reduce
     is a reduce-scatter and an all-gather. A broadcast or a reduction to one passes the whole buffer along. Ranks of one
-    node use its interconnect. A larger group is taken to fill its nodes: a ring then enters and leaves a node
-    once for each of its network ports, all of them at work, and cannot be faster than the interconnect inside. In an
-    all-to-all each rank sends to the others' nodes through its own port, beside what stays inside. A send is one step.
+    node use its interconnect. A larger group is taken to fill its nodes: a ring then enters and leaves a node once for
+    each of its network ports, all of them at work, and cannot be faster than the interconnect inside. In an all-to-all
+    each rank sends to the others' nodes through its own port, while the rest stays inside. A send is one step.
     """
     ranks, size = kernel.ranks, kernel.message
     if ranks < 2:

@@ -69,7 +69,7 @@ def _linear(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
 
 
 def _grouped(args: Arguments, kwargs: Mapping[str, Any], result: Any) -> int:
-    """Rows of a two-dimensional side are divided among the groups: each row meets one group only."""
+    """Rows of a two-dimensional side are split among the groups: each row meets one group only."""
     left, right = args[0].shape, args[1].shape
     all_groups = 2 * prod(map(int, left)) * int(right[-1])
     return all_groups // int(left[0]) if len(left) == 3 and len(right) == 2 else all_groups
@@ -143,7 +143,7 @@ _FORWARD = {
     "aten::_scaled_dot_product_cudnn_attention": 6,
     "aten::_scaled_dot_product_fused_attention_overrideable": 5,
 }
-"""Where each kind of attention is told whether it is causal."""
+"""Which argument of each kind of attention says whether it is causal."""
 _BACKWARD = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 7,
     "aten::_scaled_dot_product_flash_attention_backward": 11,

@@ -1,4 +1,4 @@
-"""A kernel run again by itself, from its kind and its shape text."""
+"""Run a single kernel by itself, from its kind and its shape text."""
 
 from __future__ import annotations
 

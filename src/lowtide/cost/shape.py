@@ -1,6 +1,6 @@
 """What a kernel was given, as a short text: ``bf16[4,8;1,4],(0,1),dim=-1``.
 
-Kernels of one kind and one such text take the same time, and a kernel can be run again from it: tensors are written as
+Kernels of one kind and one such text take the same time, and a kernel can be rerun from it: tensors are written as
 dtype, sizes and, unless they are contiguous, strides; everything else as itself.
 """
 

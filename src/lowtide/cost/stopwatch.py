@@ -117,7 +117,7 @@ def settled_seconds(
     """A quantile of each call over rounds of all of them, so that a disturbance meets few rounds of each.
 
     Each has been called before: the first call also loads, compiles and allocates. A call shorter than ``shortest`` is
-    repeated in a row until it takes about that long. Two rounds are enough where
+    called several times in a row until it takes about that long. Two rounds are enough where
     they are alike; at least three are run otherwise, and no more once they have taken ``seconds``.
     """
     begin = time.perf_counter()

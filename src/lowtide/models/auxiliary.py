@@ -1,4 +1,4 @@
-"""Losses beside the main one: they reach the gradient where they arise, so that no pipeline stage hands them on."""
+"""Auxiliary losses: they reach the gradient where they arise, so that no pipeline stage hands them on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Auxiliary:
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
-        """The sum of the loss, each micro batch's once, since the last reset."""
+        """The sum of the loss, each micro-batch's once, since the last reset."""
         self.weight = 1.0
         self.scale: Tensor | None = None
 
     def attach(self, output: Tensor, loss: Tensor) -> Tensor:
         """``output`` as it is; when backward comes to it, ``loss`` gets a gradient too."""
-        if current_backward() == -1:  # else repeated in backward, and recorded when it first ran
+        if current_backward() == -1:  # otherwise it is recomputed, and was recorded when it first ran
             known = loss.detach()
             self.value = known if self.value is None else self.value + known
         if not (torch.is_grad_enabled() and output.requires_grad):
@@ -52,9 +52,9 @@ class _Attach(torch.autograd.Function):
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """What the losses of routers and of prediction layers weigh in the gradients of a micro batch, from now on.
+    """What the losses of routers and of prediction layers weigh in the gradients of a micro-batch, from now on.
 
-    It is what the micro batch's main loss is multiplied by before backward: the loss scale over the number of micro
+    It is what the micro-batch's main loss is multiplied by before backward: the loss scale over the number of micro
     batches. With several model parts on a rank, call it for each.
     """
     for auxiliary in auxiliaries_of(model):
@@ -62,6 +62,6 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
 
 
 def auxiliaries_of(model: nn.Module) -> list[Auxiliary]:
-    """The losses beside the main one that a model has."""
+    """The auxiliary losses of a model."""
     found = (getattr(module, "auxiliary", None) for module in model.modules())
     return [one for one in found if isinstance(one, Auxiliary)]

@@ -35,7 +35,7 @@ def chunked_cross_entropy(
 
     ``hidden`` is ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``targets`` ``[...]``. Gradients of both are
     computed in forward, where they are needed; the weights' is summed in float32. Under autocast both are cast as a
-    linear layer would cast them. It is for a whole vocabulary on each rank: a head divided by tensor parallelism is
+    linear layer would cast them. It is for a whole vocabulary on each rank: a head sharded by tensor parallelism is
     refused.
 
     ``loss = chunked_cross_entropy(model.norm(x)[:, :-1], model.lm_head.weight, tokens[:, 1:])``

@@ -44,7 +44,7 @@ class ExpertsShape:
     auxiliary: float = 0.0
     """The weight of the load-balancing loss."""
     balancing: Balancing = "aux_loss"
-    """Over what load is balanced: all tokens of a micro batch, or each sequence by itself."""
+    """Over what load is balanced: all tokens of a micro-batch, or each sequence by itself."""
     z_loss: float = 0.0
     """The weight of the loss on large router scores."""
     bias: bool = False
@@ -52,7 +52,7 @@ class ExpertsShape:
     bias_rate: float = 0.001
     """How far that bias moves in a step."""
     capacity: float | None = None
-    """Slots an expert takes, as a multiple of the even share of a rank's micro batch; None for all."""
+    """Slots an expert takes, as a multiple of the even share of a rank's micro-batch; None for all."""
     drop_policy: DropPolicy = "position"
     """Which slots an expert keeps when it has too many: the first ones, or those with the highest scores."""
     grouped: bool | None = None

@@ -1,6 +1,6 @@
 """Fill a model with fresh weights that are the same in every layout.
 
-The values of a parameter depend on the seed, its name in the whole model and the block of rows they stand in, and on
+The values of a parameter depend on the seed, its name in the whole model and the block of rows they are in, and on
 nothing else: not on the rank, the device, or what was filled before. A rank draws the blocks it holds rows of.
 """
 

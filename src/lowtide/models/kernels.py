@@ -2,8 +2,8 @@
 
 A fused kernel is one custom operator with a backward of its own. That makes it opaque to everything that watches a
 layer: a compiled function under a dispatch mode would silently run uncompiled, and so give other bits in the step in
-which lowtide learns a layer than in the others. Sizes are symbolic from the first compilation on, so that one kernel
-serves all of them and a call that is repeated in backward gives the same bits again.
+which lowtide profiles a layer than in the others. Sizes are symbolic from the first compilation on, so that one kernel
+serves all of them and a call that is recomputed in backward gives the same bits.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def eager_rope(queries: Tensor, keys: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned; computed in the table's precision, given back in their own."""
+    """Queries and keys turned; computed in the table's precision, returned in their own."""
     return _turned(queries, cosine, sine), _turned(keys, cosine, sine)
 
 

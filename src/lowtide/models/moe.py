@@ -1,4 +1,4 @@
-"""A mixture of experts: tokens are routed, sent to their experts, and brought back.
+"""A mixture of experts: tokens are routed, dispatched to their experts, and combined.
 
 [Note: where a slot is]
 A token that chooses k experts has k slots. Slots are sorted by expert; with capacity, those beyond it are dropped. The
@@ -33,7 +33,7 @@ __all__ = ["Experts", "MixtureOfExperts", "distribute_experts"]
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, and shared ones beside them."""
+    """Routed experts, and shared ones that every token passes."""
 
     def __init__(self, shape: ExpertsShape, width: int, *, fused: bool = False) -> None:
         super().__init__()
@@ -64,24 +64,24 @@ class MixtureOfExperts(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
     def distribute(self, mesh: DeviceMesh) -> None:
-        """Divide the experts over a mesh; tokens are sent to them from now on."""
+        """Shard the experts over a mesh; tokens are sent to them from now on."""
         if self.shape.count % mesh.size():
             raise ModelError(
-                f"{self.shape.count} experts cannot be divided over {mesh.size()} ranks:"
+                f"{self.shape.count} experts cannot be sharded over {mesh.size()} ranks:"
                 " choose an expert_parallel that divides their number"
             )
         for projection in (self.experts.w1, self.experts.w3, self.experts.w2):
             whole = projection.weight
             # Every rank has the whole weight, or it is on meta and filled later: nothing is sent.
-            divided = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            projection.weight = nn.Parameter(divided, requires_grad=whole.requires_grad)
+            sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            projection.weight = nn.Parameter(sharded, requires_grad=whole.requires_grad)
         group = mesh.get_group()
         self.plan.group = group
         self.exchange, self.arrange = Exchange(group), Gather()
 
 
 def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the experts of every layer over the expert-parallel mesh, before ``fully_shard``, also on meta."""
+    """Shard the experts of every layer over the expert-parallel mesh, before ``fully_shard``, also on meta."""
     for module in list(model.modules()):
         if isinstance(module, MixtureOfExperts):
             module.distribute(mesh)
@@ -192,7 +192,7 @@ class Plan(nn.Module):
 
 
 class Gather(nn.Module):
-    """Rows in another order: ``sources`` says which row stands where, ``places`` where each row went."""
+    """Rows in another order: ``sources`` says which row is where, ``places`` where each row went."""
 
     def forward(self, rows: Tensor, sources: Tensor, places: Tensor) -> Tensor:
         gathered: Tensor = _Gathered.apply(rows, sources, places)

@@ -69,7 +69,7 @@ class Predictions(nn.Module):
 
 
 def prediction_loss(model: nn.Module) -> Tensor | None:
-    """The sum of the prediction layers' loss over the micro batches since the last reset; None if there is none."""
+    """The sum of the prediction layers' loss over the micro-batches since the last reset; None if there is none."""
     for module in model.modules():
         if isinstance(module, Predictions):
             return module.auxiliary.value

@@ -92,7 +92,7 @@ class Router(nn.Module):
         if shape.auxiliary and shape.balancing != "none":
             share = scores if shape.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
             chosen = torch.zeros_like(share).scatter(-1, experts, 1.0)
-            # Over each sequence by itself the mean over sequences is the same however they are divided among ranks.
+            # Over each sequence by itself the mean over sequences is the same however they are split among ranks.
             over = (1,) if shape.balancing == "seq_aux_loss" else (0, 1)
             fractions = chosen.mean(over) / shape.chosen
             parts.append(shape.auxiliary * shape.count * (fractions * share.mean(over)).sum(-1).mean())
@@ -102,7 +102,7 @@ class Router(nn.Module):
 
     def _record(self, experts: Tensor) -> None:
         if current_backward() != -1 or not self.training:
-            return  # repeated in backward: it was recorded when it first ran
+            return  # recomputed in backward: it was recorded when it first ran
         with torch.no_grad():
             counts = count_slots(experts, self.shape.count)
             self.counts = counts if self.counts is None else self.counts + counts
@@ -126,7 +126,7 @@ def routers_of(model: nn.Module) -> dict[int, Router]:
 
 
 def auxiliary_losses(model: nn.Module) -> dict[int, Tensor]:
-    """By layer, the sum of a router's losses over the micro batches since the last reset, on this rank."""
+    """By layer, the sum of a router's losses over the micro-batches since the last reset, on this rank."""
     routers = routers_of(model).items()
     return {number: one.auxiliary.value for number, one in routers if one.auxiliary.value is not None}
 

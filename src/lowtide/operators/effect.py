@@ -51,7 +51,6 @@ class Effect(NamedTuple):
 def effect_of(resolution: Resolution, found: Survey) -> Effect:
     """The bytes that a Policy, resolved against ``found.catalogue``, frees."""
     parts = [(found.kinds[kind], layer) for kind, layer in zip(found.kind_of, resolution.layers, strict=True)]
-    parts.append((found.root, resolution.root))
     return Effect(
         tuple(_setting(setting, found, resolution) for setting in resolution.settings),
         sum(freed_by_recompute(kind, _decided(layer, Recompute)) for kind, layer in parts),
@@ -91,8 +90,8 @@ def freed_by_swap(kind: LayerKind, names: Collection[str]) -> int:
 
 
 def _setting(setting: Setting, found: Survey, resolution: Resolution) -> SettingEffect:
-    kinds = [found.kinds[found.kind_of[layer]] for layer in setting.layers] or [found.root]
-    layer = resolution.layers[setting.layers[0]] if setting.layers else resolution.root
+    kinds = [found.kinds[found.kind_of[layer]] for layer in setting.layers]
+    layer = resolution.layers[setting.layers[0]]
     if setting.setting == "the layer's input":
         return SettingEffect(setting, sum(kind.boundary for kind in kinds), (), ())
     decisions = {type(layer.decisions[name]) for name in setting.decided}

@@ -37,7 +37,7 @@ class Survey(NamedTuple):
     def catalogue(self) -> Catalogue:
         """The operators of every layer and of the root, as a Policy is resolved against them."""
         catalogues = [kind.catalogue for kind in self.kinds]
-        return Catalogue(tuple(catalogues[kind] for kind in self.kind_of), self.root.catalogue)
+        return Catalogue(tuple(catalogues[kind] for kind in self.kind_of))
 
 
 def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = None) -> Survey:

@@ -4,9 +4,9 @@ Requests are rounded up to 512 bytes. Up to 1 MiB they are cut from segments of 
 20 MiB, and above that they get a segment of their own in steps of 2 MiB. The smallest free block that is large enough
 is taken, and of two alike the one that lies first. What is left of it stays free: of a small block if it is at least
 512 bytes, of a large one if it is more than 1 MiB; otherwise it counts as in use. Free neighbours become one block.
-Segments are never given back.
+Segments are never returned to the device.
 
-Everything is on one stream. So memory is free again as soon as the program lets go of it.
+Everything is on one stream. So memory is free as soon as the program releases it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Allocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Nobody uses the block any more."""
+        """The block is no longer used."""
         self.allocated -= block.size
         pool = self._small if block.small else self._large
         preceding, following = block.preceding, block.following

@@ -1,7 +1,7 @@
-"""Weights that autocast has cast, where one cast serves all micro batches of a step.
+"""Weights that autocast has cast, where one cast serves all micro-batches of a step.
 
-Autocast keeps a weight's cast until its context ends. Around one forward, that is the micro batch's own affair, and the
-Trace shows it. A pipeline runs all micro batches inside one context: the casts are made with the first, found by all
+Autocast keeps a weight's cast until its context ends. Around one forward, that is the micro-batch's own affair, and the
+Trace shows it. A pipeline runs all micro-batches inside one context: the casts are made with the first, found by all
 others and by every layer that is recomputed, and there until the step's last backward has ended.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["cast_weights", "without_casts"]
 def cast_weights(part: Part) -> frozenset[int]:
     """The values that are casts of weights: made from nothing that the part was given or made, saved, and left behind.
 
-    A model that casts a weight itself lets go of it in the same layer. What runs after the layers ends with autocast's
+    A model that casts a weight itself frees the cast in the same layer. What runs after the layers ends with autocast's
     context: there the two look the same, and are taken for autocast's.
     """
     saved = {pack.value for pack in part.packs}
@@ -31,7 +31,7 @@ def cast_weights(part: Part) -> frozenset[int]:
 
 
 def without_casts(part: Part) -> Part:
-    """The part in a micro batch that finds its weights cast."""
+    """The part in a micro-batch that finds its weights cast."""
     casts = cast_weights(part)
     if not casts:
         return part

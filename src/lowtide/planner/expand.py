@@ -1,4 +1,4 @@
-"""From counts to a Policy: which layers recompute and swap what, and how far ahead each swap is brought back.
+"""From counts to a Policy: which layers recompute and swap what, and how far ahead each swap is reloaded.
 
 [Note: which layers]
 Layers that are recomputed as a whole come first in their chunk; the last layers, whose backward comes first, keep
@@ -22,9 +22,9 @@ from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompu
 __all__ = ["Choice", "choices_of", "exact_text", "expand", "layer_policy", "prefetch_distances"]
 
 BOUNDARY = ""
-"""Stands for the layer's input among the names of operators."""
+"""The layer's input, among the names of operators."""
 FURTHEST = 3
-"""No swap comes back more layers ahead than this."""
+"""No swap is reloaded more layers ahead than this."""
 What: TypeAlias = Literal["recompute", "swap"]
 
 
@@ -38,7 +38,7 @@ class Choice:
     operators: dict[str, What] = field(default_factory=dict)
     """What becomes of operators that are not kept, and of the input."""
     pinned: Mapping[str, Decision] = field(default_factory=dict)
-    """Operators that somebody else decided."""
+    """Operators that the user decided."""
 
     @property
     def moved(self) -> int:
@@ -56,10 +56,8 @@ def expand(
     problems: Sequence[StageProblem],
     solutions: Sequence[StageSolution],
     layers: int,
-    *,
-    root: LayerPolicy | None = None,
 ) -> Policy:
-    """The Policy that the counts stand for, over ``layers`` layers; those of stages that are not given keep all."""
+    """The Policy for these counts, over ``layers`` layers; those of stages that are not given keep everything."""
     keep = LayerPolicy()
     made = dict.fromkeys(range(layers), keep)
     shared = {keep: keep}  # equal layers share one object, so they resolve once
@@ -77,7 +75,7 @@ def expand(
         for layer, choice in choices.items():
             policy = layer_policy(choice, distances.get(choice.key, {}))
             made[layer] = shared.setdefault(policy, policy)
-    return Policy(layers=tuple(made.values()), root=root or LayerPolicy(), origin="solver")
+    return Policy(layers=tuple(made.values()), origin="solver")
 
 
 def choices_of(groups: Iterable[GroupCounts]) -> dict[int, Choice]:
@@ -138,12 +136,12 @@ def _exactly(name: str) -> Pattern:
 
 
 def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[int, dict[str, int]]:
-    """How many operators ahead each swap of a chunk's layers is to come back, by layer and operator.
+    """How many operators ahead each swap of a chunk's layers is to be reloaded, by layer and operator.
 
-    The same number also says when, in forward, the device memory is let go; the computation then waits for the copy
-    out. So it is the larger of two: the operators that run until the copy out is done, with all copies before it on the
-    link, and those that run while the copy back passes, with all that are needed sooner. Where the link cannot keep up
-    it is no more than a few layers: the computation has to wait somewhere, and there it holds least.
+    The same number also says when, in forward, the device memory is freed; compute then waits for the copy out. So it
+    is the larger of two: the operators that run until the copy out is done, with all copies before it on the link, and
+    those that run while the copy back passes, with all that are needed sooner. Where the link cannot keep up it is no
+    more than a few layers: the computation has to wait somewhere, and there it holds least.
     """
     furthest = FURTHEST * max(len(choice.cost.operators) for choice in layers)
     forward = [one.seconds for choice in layers for one in choice.cost.operators]
@@ -160,9 +158,9 @@ def prefetch_distances(layers: Sequence[Choice], problem: StageProblem) -> dict[
     free = 0.0
     for first, _, layer, name, size in copies:
         free = max(free, ends[first]) + size / problem.link_out + problem.copy_latency
-        let_go = bisect_left(ends, free)
+        freed = bisect_left(ends, free)
         found = distances.setdefault(layer, {})
-        found[name] = max(found.get(name, 1), min(furthest, let_go - first + 1))
+        found[name] = max(found.get(name, 1), min(furthest, freed - first + 1))
     free = float("inf")
     # The copy that is needed last is placed first: as late as it may be, the others before it.
     for _, last, layer, name, size in sorted(copies, key=lambda copy: copy[1]):

@@ -1,4 +1,4 @@
-"""One run of a part: a layer and a micro batch, from its forward to the end of its backward."""
+"""One run of a part: a layer and a micro-batch, from its forward to the end of its backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunningCall:
         self.held: dict[int, Storage] = {}
         """The arguments that it holds."""
         self.swapped: dict[int, Swapped] = {}
-        """Those that have left: they come back from there."""
+        """Those that were offloaded: they are reloaded from there."""
         self.pending = 0
         """How many outstanding tensors come out of its repetition."""
         self.references = 1
@@ -27,12 +27,12 @@ class RunningCall:
 
 
 class Instance:
-    """One run of a part: a layer and a micro batch."""
+    """One run of a part: a layer and a micro-batch."""
 
     __slots__ = (
-        "calls", "departed", "due", "first", "handed", "held", "input", "input_swapped", "keeps", "kept", "last",
-        "layer", "left", "lets_go", "micro_batch", "offset", "outstanding", "packs", "passes", "program", "rebuilt",
-        "repeated", "slots", "starts", "used",
+        "calls", "departed", "due", "first", "frees", "handed", "held", "input", "input_swapped", "keeps",
+        "kept", "last", "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program",
+        "rebuilt", "replayed", "slots", "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -48,19 +48,19 @@ class Instance:
     ) -> None:
         self.program, self.layer, self.micro_batch, self.offset = program, layer, micro_batch, offset
         self.last = last
-        """Whether it is the last layer: after it, all that has to come back does so when backward begins."""
+        """Whether it is the last layer: after it, all that must be reloaded is reloaded when backward begins."""
         self.passes = passes
         """Whether it keeps everything or nothing, and something of another layer is due in it."""
         self.keeps = keeps
-        """A value that somebody else holds from when it is made: a pipeline, its last stage's logits."""
+        """A value that other code holds from when it is made: a pipeline, its last stage's logits."""
         self.kept: Storage | None = None
         self.first = 0
         self.slots: dict[int, Storage] = {}
         """What the program holds."""
-        self.lets_go: list[Storage] = []
-        """What others made and it lets go of."""
+        self.frees: list[Storage] = []
+        """What others made and it frees."""
         self.handed: list[Storage | None] = []
-        """What it hands to the next beside its output or its gradient."""
+        """What it hands to the next in addition to its output or its gradient."""
         self.left: list[Storage] = []
         """What its backward made and leaves until the whole backward has ended."""
         self.held: dict[int, Storage] = {}
@@ -70,7 +70,7 @@ class Instance:
         self.starts: dict[int, list[Swapped]] = {}
         """Packs that start copies back when they are asked for."""
         self.due: list[Swapped] = []
-        """What starts to come back with the gradient of the part's output."""
+        """What starts to be reloaded with the gradient of the part's output."""
         self.calls: dict[int, RunningCall] = {}
         self.used: dict[int, Storage] = {}
         """What was rebuilt for a node that is not done yet."""

@@ -22,7 +22,7 @@ def load_solver() -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """HiGHS writes a line of its own to stdout now and then, where somebody may read JSON."""
+    """HiGHS writes a line of its own to stdout now and then, where a program may be reading JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -40,7 +40,8 @@ HOW = "the Policy, or its YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
 POLISHED = 2
-"""The fastest ways, which are polished beside those of tighter budgets and those that recompute what is cheapest."""
+"""How many of the fastest options are polished, besides those of tighter budgets and those that recompute the
+cheapest."""
 STARTS = 5
 """How many of all these are polished: those that are fastest before."""
 TIGHTER = (0.94, 0.86)
@@ -88,6 +89,7 @@ def make_plan(
     if pipeline is None or not pipeline.placement:
         micro_batches = pipeline.micro_batches if pipeline is not None else 1
         pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
+    fixed = fixed.for_layers(len(trace.layers)) if fixed is not None else None
     seconds = _Seconds(device)
     problems = stage_problems(
         trace,
@@ -228,7 +230,7 @@ class _Search:
             option = self.option(name, self._policy([one.best or one.least for one in stages]), HOW)
             if name not in options or _worse(options[name], option):
                 options[name] = option
-        best = [min(found, key=_badness) for found in zip(*fitted, strict=True)]
+        best = [min(found, key=_violation) for found in zip(*fitted, strict=True)]
         mixed = self._policy([one.best or one.least for one in best])
         if all(mixed != one.policy for one in options.values()):
             options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
@@ -268,7 +270,7 @@ class _Search:
         )
         found: Fitted = fit(swap=swap, link_share=share)
         if self.many and swap and recompute and self._poor(found.best):
-            found = min(found, fit(swap=False), key=_badness)
+            found = min(found, fit(swap=False), key=_violation)
         if found.missed is not None:
             self.missed.append(found.missed)
         one = found.best or found.least
@@ -355,7 +357,7 @@ class _Search:
             options=tuple(options),
             curve=self._curve(options[0].simulation, least),
             yaml="" if written.lost else written.text,
-            notes=self._notes(simulation, feasible, least) + _unsaid(written),
+            notes=self._notes(simulation, feasible, least) + _not_in_yaml(written),
             solve_seconds=solve_seconds,
             operators=planned_operators(self.trace, chosen.policy),
         )
@@ -371,8 +373,7 @@ class _Search:
         return replace(chosen.simulation, stages=tuple(stages))
 
     def _policy(self, tries: Sequence[Try]) -> Policy:
-        root = self.fixed.root if self.fixed is not None else None
-        return expand(self.problems, [one.solution for one in tries], self.layers, root=root)
+        return expand(self.problems, [one.solution for one in tries], self.layers)
 
     def _stage(self, problem: StageProblem, solution: StageSolution) -> StageSimulation:
         policy = expand([problem], [solution], self.layers)
@@ -389,7 +390,7 @@ class _Search:
         return kept.stages[problem.stage].reserved - modelled if self.fixed is None else 0
 
     def _step(self, seconds: Sequence[float]) -> float:
-        """The step's time, by the schedule, where each stage takes so long for a micro batch."""
+        """The step's time, by the schedule, where each stage takes so long for a micro-batch."""
 
         def action_seconds(stage: int, action: Action) -> float:
             problem = self.problems[stage]
@@ -437,7 +438,7 @@ class _Search:
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
                 f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
-                " the head and the loss need; lowtide.chunked_cross_entropy computes both in pieces"
+                " the head and the loss need; lowtide.models.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
             "how much faster another Policy could be is the solver's bound, by its own model of bytes and seconds, for"
@@ -446,7 +447,7 @@ class _Search:
         return tuple(dict.fromkeys(notes))
 
 
-def _unsaid(written: YamlForm) -> tuple[str, ...]:
+def _not_in_yaml(written: YamlForm) -> tuple[str, ...]:
     if not written.lost:
         return ()
     more = f" and {len(written.lost) - 3} more" if len(written.lost) > 3 else ""
@@ -457,7 +458,7 @@ def _worse(one: Option, other: Option) -> bool:
     return (not one.fits, one.simulation.seconds) > (not other.fits, other.simulation.seconds)
 
 
-def _badness(one: Fitted) -> tuple[bool, float]:
+def _violation(one: Fitted) -> tuple[bool, float]:
     found = one.best or one.least
     return one.best is None, found.simulated.seconds
 

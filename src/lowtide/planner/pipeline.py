@@ -1,4 +1,4 @@
-"""How layers and micro batches are spread over pipeline stages."""
+"""How layers and micro-batches are spread over pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero_bubble",
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The stages of a pipeline. One stage and one micro batch is no pipeline."""
+    """The stages of a pipeline. One stage and one micro-batch is no pipeline."""
 
     placement: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """For each stage, for each of its chunks (virtual stages), the layers in it. Chunks run in the order chunk 0 of
     all stages, chunk 1 of all stages and so on; with ``zero_bubble_v`` and ``dualpipe_v`` chunk 1 runs backwards
     through the stages."""
     micro_batches: int = 1
-    """Micro batches of a step, for each data-parallel rank."""
+    """Micro-batches of a step, for each data-parallel rank."""
     schedule: ScheduleName = "1f1b"
 
     @property
@@ -36,7 +36,7 @@ class Pipeline:
         if any(len(stage) != self.chunks for stage in self.placement):
             raise PlanError("every pipeline stage has the same number of chunks")
         if self.micro_batches < 1:
-            raise PlanError(f"a step has at least one micro batch; found {self.micro_batches}")
+            raise PlanError(f"a step has at least one micro-batch; found {self.micro_batches}")
 
 
 def even_pipeline(

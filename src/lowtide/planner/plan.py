@@ -18,7 +18,7 @@ class PlannedOperator(NamedTuple):
     name: str
     """Its dotted path inside the layer; ``input`` for the layer's input."""
     bytes: int
-    """What it holds for backward in one micro batch when it is kept."""
+    """What it holds for backward in one micro-batch when it is kept."""
     decision: Decision
 
 

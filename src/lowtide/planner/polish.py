@@ -2,9 +2,9 @@
 
 The solver's model of memory is coarse where a budget is tight: what the allocator loses and what a rebuild needs in
 passing is as large as what is decided. The simulator knows, and a simulation takes a few milliseconds. So operators are
-given back: from those whose repetition takes longest for each byte, as many at a time as still fit. Swaps that are
-waited for come back sooner, or are recomputed. Dear operators are exchanged for several cheap ones. Every step that is
-taken fits and is faster, so it ends, and always in the same place.
+kept again: from those whose recompute costs most per byte, as many at a time as still fit. Swaps that are waited for
+are reloaded sooner, or recomputed. Expensive operators are exchanged for several cheap ones. Every step that is taken
+fits and is faster, so it ends, and always with the same Policy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Judged", "Polisher"]
 FACTORS = (1.5, 0.67, 2.5)
 """What prefetches are multiplied with, to see whether that is better."""
 STEPS = 24
-"""Into how many steps the operators are divided that may be recomputed."""
+"""In how many steps the operators that may be recomputed are added."""
 NEARLY = 1 - 1e-9
 """A step has to be faster by more than rounding."""
 SHARES = (0.75, 0.5, 0.25, 0.0)
-"""How many of a layer's operators are kept, the dearest first, where it is no longer recomputed as a whole."""
+"""How many of a layer's operators are kept, the most expensive first, where it is no longer recomputed as a whole."""
 
 
 class Judged(NamedTuple):
@@ -39,7 +39,7 @@ class Judged(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """An operator of a layer, and what it takes to repeat it."""
+    """An operator of a layer, and what recomputing it takes."""
 
     layer: int
     name: str
@@ -47,15 +47,15 @@ class _Place(NamedTuple):
     seconds: float
 
     @property
-    def dear(self) -> float:
-        """Seconds for each byte."""
+    def cost_per_byte(self) -> float:
+        """Seconds of recompute for each byte that it frees."""
         return self.seconds / self.held
 
 
 _Layer: TypeAlias = tuple[tuple[str, Decision], ...] | None
 """The operators of a layer that are not kept; None for a layer that is recomputed as a whole."""
 _State: TypeAlias = tuple[tuple[_Layer, LayerPolicy], ...]
-"""Every layer, and the settings that it came from: what becomes of its input stays as it was."""
+"""Every layer, and the settings that it came from: the decision for its input does not change."""
 
 
 class Polisher:
@@ -98,8 +98,8 @@ class Polisher:
     def cheapest_first(self, before: Policy | None = None, *, alone: bool = False) -> Policy | None:
         """The fewest operators that fit, those that take least time for each byte first; None if no number does.
 
-        They are recomputed beside what ``before`` decides. ``alone`` takes only those that save memory when they alone
-        are recomputed, by the bytes that they save so.
+        They are recomputed in addition to what ``before`` decides. ``alone`` takes only those that save memory when
+        they alone are recomputed, by the bytes that they then save.
         """
         net = {
             (layer, one.name): one.net
@@ -114,10 +114,10 @@ class Polisher:
             if place[:2] not in decided and base[place.layer][0] is not None and (not alone or net[place[:2]] > 0)
         ]
 
-        def dear(place: _Place) -> float:
+        def cost_per_byte(place: _Place) -> float:
             return place.seconds / (net[place[:2]] if alone else place.held)
 
-        order = sorted(chosen, key=lambda place: (dear(place), place.layer, place.name))
+        order = sorted(chosen, key=lambda place: (cost_per_byte(place), place.layer, place.name))
 
         def state(count: int) -> _State:
             names: list[list[tuple[str, Decision]]] = [[] for _ in base]
@@ -157,7 +157,7 @@ class Polisher:
             if self.judged.stall:
                 self._tune_prefetch()
                 self._recompute_instead()
-            self._give_back()
+            self._keep_again()
             self._exchange()
             self._swap_instead()
         return _policy(self.state), self.judged
@@ -172,7 +172,7 @@ class Polisher:
         return True
 
     def _open_wholes(self) -> None:
-        """Layers that are recomputed as a whole recompute single operators instead: the dear ones are kept."""
+        """Layers that are recomputed as a whole recompute single operators instead: the expensive ones are kept."""
         for share in SHARES:
             size = len(self.state)
             while size and self.left > 0:
@@ -180,15 +180,16 @@ class Polisher:
                 size = min(size, len(whole))
                 opened: dict[int, _Layer] = {}
                 for index in whole[len(whole) - size :]:  # the last ones: their backward comes first
-                    mine = sorted((one for one in self.places.values() if one.layer == index), key=lambda one: one.dear)
+                    mine = [one for one in self.places.values() if one.layer == index]
+                    mine.sort(key=lambda one: one.cost_per_byte)
                     cheap = mine[: round(len(mine) * (1 - share))]
                     opened[index] = tuple((one.name, Recompute()) for one in cheap)
                 if size and not self._offer(opened):
                     size //= 2
 
-    def _give_back(self) -> None:
-        """Keep what was recomputed or swapped, the dearest for each byte first, as many at a time as fit."""
-        places = sorted(self._decided(), key=lambda place: (-place.dear, place.layer))
+    def _keep_again(self) -> None:
+        """Keep what was recomputed or swapped, the most expensive per byte first, as many at a time as fit."""
+        places = sorted(self._decided(), key=lambda place: (-place.cost_per_byte, place.layer))
         start, size = 0, max(1, len(places) // 2)
         while start < len(places) and self.left > 0:
             if self._offer(self._changed({one[:2]: None for one in places[start : start + size]})):
@@ -228,7 +229,7 @@ class Polisher:
             for name, one in layer or ()
             if _is_swap(one) and (index, name) in self.places
         ]
-        places = sorted(swapped, key=lambda place: (place.dear, -place.layer))
+        places = sorted(swapped, key=lambda place: (place.cost_per_byte, -place.layer))
         start, size = 0, max(1, len(places) // 4)
         while start < len(places) and self.left > 0:
             if self._offer(self._changed({one[:2]: Recompute() for one in places[start : start + size]})):
@@ -239,7 +240,8 @@ class Polisher:
                 start += 1
 
     def _swap_instead(self) -> None:
-        """Where the link has time left, swap what is dearest of the recomputed instead, as many at a time as help."""
+        """Where the link has time left, swap the most expensive of the recomputed instead, as many at a time as
+        help."""
         swaps = sorted(one.prefetch for layer, _ in self.state for _, one in layer or () if isinstance(one, Swap))
         if not self.swap or not swaps:
             return
@@ -249,7 +251,7 @@ class Polisher:
             for place in self._decided()
             if isinstance(dict(self.state[place.layer][0] or ())[place.name], Recompute)
         ]
-        places.sort(key=lambda place: (-place.dear, place.layer))
+        places.sort(key=lambda place: (-place.cost_per_byte, place.layer))
         start, size = 0, max(1, len(places) // 4)
         while start < len(places) and self.left > 0:
             if self._offer(self._changed({one[:2]: decision for one in places[start : start + size]})):
@@ -260,7 +262,7 @@ class Polisher:
                 start += 1
 
     def _exchange(self) -> None:
-        """Keep a dear operator and recompute cheap ones of at least its bytes instead."""
+        """Keep an expensive operator and recompute cheap ones of at least its bytes instead."""
         for place in sorted(self._decided(), key=lambda place: (-place.seconds, place.layer)):
             if self.left <= 0:
                 return
@@ -270,7 +272,7 @@ class Polisher:
             ]
             changes: dict[tuple[int, str], Decision | None] = {place[:2]: None}
             gained, lost = 0, 0.0
-            for one in sorted(kept, key=lambda one: (one.dear, one.layer)):
+            for one in sorted(kept, key=lambda one: (one.cost_per_byte, one.layer)):
                 if gained >= place.held or lost >= place.seconds:
                     break
                 changes[one[:2]] = Recompute()

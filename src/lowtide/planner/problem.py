@@ -5,14 +5,14 @@ A layer is decided in one of two ways. As a whole it is recomputed from its inpu
 each operator is kept, swapped or recomputed:
 
 - what is kept holds the storages that backward asks for;
-- what is swapped holds nothing, and its bytes pass both links once in each micro batch, in time that the computation
+- what is swapped holds nothing, and its bytes pass both links once in each micro-batch, in time that the computation
   leaves, or at the cost of a wait;
-- what is recomputed holds nothing and takes the time of its forward once more. It needs its inputs: those whose owner
+- what is recomputed holds nothing and takes the time of its forward again. It needs its inputs: those whose owner
   is recomputed too are rebuilt with it, those that backward asks for are there, and others are held for it alone.
 
-A stage holds that for each of its layers, as many times as micro batches are in flight. Beside it stand what is always
-there, and what the running layer needs in passing. Backward begins with the last layer, so what every layer of the
-chunk gives up is there once more at that moment. The passing need is modelled for a layer that keeps everything and for
+A stage holds that for each of its layers, as many times as micro-batches are in flight. Added to it are what is always
+there, and what the running layer needs temporarily. Backward begins with the last layer, so what every layer of the
+chunk frees is back at that moment. The temporary need is modelled for a layer that keeps everything and for
 one that is recomputed as a whole; what the allocator loses, and what copies under way occupy, is not modelled. The
 simulator knows all of these, and the plan is repaired with what it says.
 """
@@ -64,14 +64,14 @@ class OperatorCost(NamedTuple):
     held: int
     """Their bytes."""
     seconds: float
-    """The time to repeat it."""
+    """The time to recompute it."""
     repeatable: bool
     backward: float = 0.0
     """The time of its backward."""
 
 
 class Input(NamedTuple):
-    """A storage that backward does not ask for, and that some operators would need to be repeated."""
+    """A storage that backward does not need, and that the recompute of some operators would."""
 
     size: int
     owner: int | None
@@ -93,13 +93,13 @@ class LayerCost:
     fixed: int
     """Bytes that are held unless the whole layer is recomputed: integers and booleans."""
     passing: int
-    """The most that its backward needs beside what is held, where everything is kept."""
+    """The most that its backward needs in addition to what is held, where everything is kept."""
     passing_whole: int
     """The same where it is recomputed as a whole."""
     forward: float
     """Seconds of its forward."""
     again: float
-    """Seconds to repeat it as a whole: until the last tensor is saved."""
+    """Seconds to recompute it as a whole: until the last tensor is saved."""
     backward: float
     """Seconds of its backward."""
     gradients: int
@@ -133,19 +133,20 @@ class Group(NamedTuple):
     pinned_boundary: bool = False
     """Whether its layers' input is to be swapped."""
     last: bool = False
-    """Whether it is the last layer of its chunk: backward begins with it, so what it swaps would come back at once."""
+    """Whether it is the last layer of its chunk: backward begins with it, so what it swaps would be reloaded at
+    once."""
 
 
 class Case(NamedTuple):
     """A moment at which a stage's memory can be at its most."""
 
     in_flight: tuple[int, ...]
-    """The micro batches held of each chunk."""
+    """The micro-batches held of each chunk."""
     running: int
     """The chunk that runs."""
     base: int
-    """Bytes beside the activations of layers: parameters, gradients so far, optimizer states, what is held around the
-    layers."""
+    """Bytes other than the activations of layers: parameters, gradients so far, optimizer states, what is held around
+    the layers."""
     passing: int
     """What the running part needs in passing."""
     rebuilding: bool = True
@@ -162,7 +163,7 @@ class StageProblem:
     cases: tuple[Case, ...]
     micro_batches: int
     forward: float
-    """Seconds of one micro batch's forward, of all chunks."""
+    """Seconds of one micro-batch's forward, of all chunks."""
     backward: float
     """Seconds of its backward, where everything is kept."""
     link_out: float
@@ -172,12 +173,12 @@ class StageProblem:
     host: int
     """Bytes of the host's memory that this rank may take."""
     overlap: bool
-    """Whether copies of one micro batch may pass while another runs."""
+    """Whether copies of one micro-batch may pass while another runs."""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def seconds(self) -> float:
-        """One micro batch where everything is kept."""
+        """One micro-batch where everything is kept."""
         return self.forward + self.backward
 
 
@@ -326,7 +327,7 @@ def _standing(part: Part) -> int:
 
 
 def _optimizer_passing(part: Part) -> int:
-    """The most that the optimizer's step needs beside its states."""
+    """The most that the optimizer's step needs in addition to its states."""
     live = most = 0
     for what, number in part.forward:
         if what in ("make", "free"):
@@ -410,13 +411,13 @@ def _time_by_operator(part: Part, events: Sequence[Event], seconds: Seconds) -> 
 
 
 def _until_last_save(part: Part) -> tuple[Event, ...]:
-    """What a checkpoint repeats of a forward."""
+    """What a checkpoint recomputes of a forward."""
     saves = [place for place, (what, _) in enumerate(part.forward) if what == "save"]
     return part.forward[: saves[-1] + 1] if saves else ()
 
 
 def _passing(part: Part, start: int = 0) -> int:
-    """The most that a backward needs beside what is held when it begins; what it lets go makes room."""
+    """The most that a backward needs in addition to what is held when it begins; what it frees makes room."""
     pending: dict[int, int] = {}
     for pack in part.packs:
         if pack.value >= 0 and pack.source in ("operator", "boundary"):

@@ -57,7 +57,7 @@ class Action(NamedTuple):
 
 
 class CapturedCall(NamedTuple):
-    """A call that is repeated in backward."""
+    """A call that is replayed in backward."""
 
     arguments: tuple[tuple[int, int], ...]
     """The storages that it was given, in order, each with the captured call that made it and that it is rebuilt from;
@@ -84,7 +84,7 @@ class Program:
     forward: tuple[Code, ...]
     backward: tuple[Code, ...]
     again: tuple[Code, ...]
-    """What a checkpoint repeats: forward, until the last tensor is saved."""
+    """What a checkpoint recomputes: forward, until the last tensor is saved."""
     due: frozenset[int]
     """How many operators after the part's first something is due."""
 
@@ -163,7 +163,7 @@ def compile_part(
         notices = reached or not isinstance(decision, Keep)
         actions.append(action._replace(position=pack.position, notices=notices))
     idle = all(isinstance(decision, Keep) for decision in decided)
-    if idle:  # nothing stands around its packs: the runtime notices where the layer ends
+    if idle:  # its saved tensors are not intercepted: the runtime notices only where the layer ends
         actions = [action._replace(notices=False) for action in actions]
     wanted = _wanted(part, actions, captured, makers)
     calls = {
@@ -192,8 +192,8 @@ def compile_part(
 def _letting_go(part: Part) -> list[tuple[str, int]]:
     """Forward, with ``let`` where what lives until the end of forward goes."""
     events: list[tuple[str, int]] = list(part.forward)
-    if part.lets_go is not None:
-        events.insert(part.lets_go, ("let", 0))
+    if part.frees_at is not None:
+        events.insert(part.frees_at, ("let", 0))
     return events
 
 
@@ -203,10 +203,10 @@ def codes_of(part: Part) -> tuple[Code, ...]:
 
 
 def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
-    """A layer that torch's checkpoint repeats: it stops where the last tensor has been saved.
+    """A layer that torch's checkpoint recomputes: it stops where the last tensor has been saved.
 
     What comes before its first operator is not the layer's own: FSDP gathers parameters there. When the layer is
-    repeated its backward has gathered them already.
+    recomputed its backward has gathered them already.
     """
     actions = tuple(
         Action("keep" if pack.value >= 0 else "nothing", pack.value, position=pack.position) for pack in part.packs
@@ -301,7 +301,7 @@ def _wanted(
 def _accumulating(part: Part) -> list[tuple[str, int]]:
     """Backward, with ``add`` where a parameter's gradient meets the one that is there.
 
-    Autograd does that when the node that computed the gradient has ended, and that is after it let go of what the node
+    Autograd does that when the node that computed the gradient has ended, and that is after it freed what the node
     had saved.
     """
     pending: dict[int, int] = {}

@@ -61,9 +61,9 @@ class Rank:
         self.bytes = self.most_bytes = 0
         """The tensors' own bytes, and the most of them."""
         self.recompute = 0.0
-        """Seconds of repeated computation."""
+        """Seconds of recompute."""
         self.where: tuple[int | None, str, int, Phase] = (None, "", 0, "forward")
-        """What is running: the layer, the operator, the micro batch, the phase."""
+        """What is running: the layer, the operator, the micro-batch, the phase."""
         self.spans: list[Span] | None = [] if details else None
         self.moments: list[Moment] | None = [] if details else None
         self.live: dict[Storage, None] | None = {} if details else None
@@ -149,7 +149,7 @@ class Rank:
             self.spans.append(Span("compute", start, kernel.seconds, kind, layer, operator, micro_batch))
 
     def run_again(self, kernel: Timed) -> None:
-        """Issue a kernel that repeats what forward did."""
+        """Issue a kernel that recomputes what forward did."""
         layer, operator, micro_batch, phase = self.where
         self.where = (layer, operator, micro_batch, "recompute")
         self.run(kernel)

@@ -16,7 +16,7 @@ __all__ = ["Rebuilding"]
 
 
 class Rebuilding:
-    """The calls that are repeated on one device."""
+    """The calls that are replayed on one device."""
 
     def __init__(self, rank: Rank, swapping: Swapping) -> None:
         self.rank, self.swapping = rank, swapping
@@ -43,7 +43,7 @@ class Rebuilding:
                 call.held[value] = storage
 
     def end_capture(self, instance: Instance) -> None:
-        """The layer has run: arguments that were swapped come back from there, and calls that nothing wants go."""
+        """The layer has run: arguments that were swapped are reloaded from there, and calls nothing needs are freed."""
         for call in instance.calls.values():
             for value in [value for value in call.held if value in instance.departed]:
                 swapped = call.swapped[value] = instance.departed[value]
@@ -53,7 +53,7 @@ class Rebuilding:
             self.leave(instance, number)
 
     def rebuild(self, instance: Instance, number: int) -> Storage | None:
-        """What was saved, made again if it is not there; held once more, for whoever asked."""
+        """What was saved, rebuilt if it is not there; the caller holds a reference to it."""
         action = instance.program.actions[number]
         if action.how not in ("output", "inside", "cast"):
             return None
@@ -69,7 +69,7 @@ class Rebuilding:
         return storage
 
     def _results(self, instance: Instance, number: int) -> Mapping[int, Storage]:
-        """What a captured call made, repeated if it is not there."""
+        """What a captured call made, replayed if it is not there."""
         call, captured = instance.calls[number], instance.program.captured[number]
         if call.results is None:
             given = []
@@ -110,7 +110,7 @@ class Rebuilding:
                 self.leave(instance, other)
 
     def _play_body(self, instance: Instance, body: Sequence[Code], wanted: Iterable[int]) -> dict[int, Storage]:
-        """Repeat a call. What it saves on its way lives until it has ended."""
+        """Replay a call. What it saves meanwhile lives until it has ended."""
         part = instance.program.part
         values, timed = part.values, self.rank.timed(part)
         made: dict[int, Storage] = {}

@@ -1,8 +1,8 @@
 """Make the solver and the simulator agree on a stage: the solver's budget is moved until the simulated one is met.
 
-The solver's model leaves out what the allocator loses, what copies under way occupy, and some of what passes. So what
-it is told is a budget of its own. If the simulated stage is over, the budget is lowered by the excess; if there is
-room, it is raised by the room; between a budget that did and one that did not fit, it is halved.
+The solver's model leaves out what the allocator loses, what copies under way occupy, and some of what passes. So the
+solver has a budget of its own. If the simulated stage is over, the budget is lowered by the excess; if there is room,
+it is raised by the room; between a budget that did and one that did not fit, it is halved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Try(NamedTuple):
     solution: StageSolution
     simulated: StageSimulation
     target: int
-    """The budget that the solver was told."""
+    """The budget that the solver was given."""
 
     @property
     def stalls(self) -> bool:
@@ -47,7 +47,7 @@ class Fitted(NamedTuple):
     least: Try
     """The one that takes least memory of those that were simulated."""
     ceiling: int
-    """The smallest budget of the solver's whose solution did not fit; if all did, the largest that it was told."""
+    """The smallest budget of the solver's whose solution did not fit; if all did, the largest that it was given."""
     missed: Try | None = None
     """Of those that did not fit, the one that came nearest."""
 

@@ -1,12 +1,12 @@
 """Replay parts on an imagined device: what they allocate, compute, move and rebuild, in the order the runtime does it.
 
 [Note: holding]
-A storage is held by the program until its ``free`` event, and by everything that stands for it in autograd's graph: a
-pack that keeps it, a copy out that is not let go, a captured call that was given it. It is released with the last of
+A storage is held by the program until its ``free`` event, and by everything that refers to it in autograd's graph: a
+pack that keeps it, a copy out that is not complete, a captured call that was given it. It is released with the last of
 these. So each is one count, and nothing else decides when memory is free.
 
-What a repeated call gives is other memory than what the call gave in forward. It is held by the call until nothing
-outstanding wants it, and by the node that asked for it until that node is done.
+What a replayed call returns is other memory than what the call returned in forward. It is held by the call until
+nothing outstanding needs it, and by the node that unpacked it until that node is done.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Player:
         if part.output is None:
             return None
         output = slots.pop(part.output, None)
-        if output is not None and part.values[part.output].until:  # somebody else holds it for longer
+        if output is not None and part.values[part.output].until:  # other code holds it for longer
             output.count += 1
             slots[part.output] = output
         return output
@@ -101,8 +101,8 @@ class Player:
             elif code == CALL:
                 self.rebuilding.capture(instance, number)
             elif code == LET:
-                self.rank.drop_all(instance.lets_go)
-                instance.lets_go = []
+                self.rank.drop_all(instance.frees)
+                instance.frees = []
             elif code == DONE:  # its graph led nowhere
                 self._done(instance, number)
 
@@ -157,7 +157,7 @@ class Player:
         sums: frozenset[int] = frozenset()
         if part.output_gradient is not None and given is not None:
             slots[part.output_gradient] = given
-            if given.count > 1:  # autograd adds in place only to what nobody else has
+            if given.count > 1:  # autograd adds in place only to what nothing else holds
                 sums = program.sums
         self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
         self.swapping.start(instance.due)
@@ -221,7 +221,7 @@ class Player:
         if instance.program.whole:
             if not instance.rebuilt:
                 instance.rebuilt = True
-                self._repeat_all(instance)
+                self._recompute_all(instance)
         elif action.how == "swap":
             swapped = instance.packs.get(number)
             if swapped is not None:
@@ -264,8 +264,8 @@ class Player:
             given.count += 1
             instance.input = given
 
-    def _repeat_all(self, instance: Instance) -> None:
-        """A checkpoint repeats the layer until its last tensor has been saved, and lets go of the rest."""
+    def _recompute_all(self, instance: Instance) -> None:
+        """A checkpoint recomputes the layer until its last tensor has been saved, and frees the rest."""
         program = instance.program
         part, values, timed = program.part, program.part.values, self.rank.timed(program.part)
         slots: dict[int, Storage] = {}

@@ -1,6 +1,6 @@
 """Pipeline schedules: what each stage does in which order, what it holds meanwhile, and how long the step takes.
 
-A stage runs its actions one after the other. An action waits for the same micro batch in the chunk before it, or after
+A stage runs its actions one after the other. An action waits for the same micro-batch in the chunk before it, or after
 it in backward. So a list of actions for each stage is the whole schedule.
 """
 
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
     kind: ActionKind
     """``input`` and ``weight`` are the two halves of a backward: the gradient of the chunk's input, which the chunk
-    before waits for, and the gradients of its parameters, which nobody waits for."""
+    before waits for, and the gradients of its parameters, which no other action waits for."""
     chunk: int
     """Which of the stage's chunks (virtual stages)."""
     micro_batch: int
@@ -68,9 +68,9 @@ def actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
 
 
 def held_together(stage: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
-    """How many micro batches of each chunk a stage holds at one time: the cases that no other case includes.
+    """How many micro-batches of each chunk a stage holds at one time: the cases that no other case includes.
 
-    A micro batch is held from its forward until its backward has ended, the weight half included.
+    A micro-batch is held from its forward until its backward has ended, the weight half included.
 
     >>> held_together([Action("forward", 0, 0), Action("forward", 0, 1), Action("backward", 0, 0)])
     ((2,),)
@@ -92,7 +92,7 @@ def held_together(stage: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
 
 
 def in_flight(schedule: Sequence[Sequence[Action]]) -> tuple[tuple[int, ...], ...]:
-    """The most micro batches that each stage holds of each of its chunks."""
+    """The most micro-batches that each stage holds of each of its chunks."""
     return tuple(tuple(map(max, zip(*held_together(stage), strict=True))) for stage in schedule)
 
 
@@ -104,8 +104,8 @@ def replay(
 ) -> Replay:
     """The step's time when each action of a stage takes ``seconds(stage, action)``.
 
-    ``transfer`` is the time of a boundary's way from stage to stage. The stage does not wait while it sends. ``begin``
-    is told, before ``seconds`` is asked, which stage begins an action, and when.
+    ``transfer`` is the time to send a boundary from stage to stage. The stage does not wait while it sends. ``begin``
+    is called, before ``seconds`` is, with the stage that begins an action and the time.
     """
     schedule = actions(pipeline)
     last = max(1, pipeline.stages) * pipeline.chunks - 1
@@ -147,7 +147,7 @@ def replay(
 
 
 def _needs(action: Action, place: int, last: int) -> tuple[str, int, int] | None:
-    """What an action waits for, beside the stage's own order."""
+    """What an action waits for, in addition to the stage's own order."""
     if action.kind == "weight":
         return "input", place, action.micro_batch
     if action.kind == "forward":
@@ -162,13 +162,13 @@ def _check(schedule: str, stages: int, chunks: int, micro_batches: int) -> None:
         raise PlanError(f"the schedule {schedule} has two chunks a stage; found {chunks}")
     if schedule == "dualpipe_v" and micro_batches < 2 * stages:
         raise PlanError(
-            f"the schedule dualpipe_v has at least two micro batches a stage, {2 * stages}; found {micro_batches}"
+            f"the schedule dualpipe_v has at least two micro-batches a stage, {2 * stages}; found {micro_batches}"
         )
     rounds = max(1, micro_batches // stages)
     if schedule in ("interleaved", "zero_bubble") and chunks > 1 and micro_batches % rounds:
         raise PlanError(
-            f"the schedule {schedule} over {stages} stages runs micro batches in {rounds} equal rounds;"
-            f" {micro_batches} cannot be divided so"
+            f"the schedule {schedule} over {stages} stages runs micro-batches in {rounds} equal rounds;"
+            f" {micro_batches} cannot be split so"
         )
 
 
@@ -199,7 +199,7 @@ def _alternate(
 ) -> Iterable[Action]:
     """``warm_up`` forwards, then forward and backward in turn, then the backwards that remain.
 
-    Micro batches go through the stage's chunks in groups of ``size``. With ``put_off``, backwards come in halves, and
+    Micro-batches go through the stage's chunks in groups of ``size``. With ``put_off``, backwards come in halves, and
     that many weight halves are put off to the end.
     """
     groups = [
@@ -223,7 +223,7 @@ def _alternate(
 
 
 def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterable[Action]:
-    # The pattern needs 2 x stages - 1 micro batches; where there are fewer, the missing ones are left out of it.
+    # The pattern needs 2 x stages - 1 micro-batches; where there are fewer, the missing ones are left out of it.
     enough = max(2 * stages - 1, micro_batches)
     turn = _Turn()
     for _ in range(2 * (stages - stage) - 1):
@@ -290,7 +290,7 @@ def _dualpipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> Ite
 
 
 class _Turn:
-    """Takes actions and counts their micro batches."""
+    """Takes actions and counts their micro-batches."""
 
     def __init__(self) -> None:
         self.taken: list[Action] = []

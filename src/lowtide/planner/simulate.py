@@ -4,13 +4,13 @@ Each pipeline stage is replayed alone, event by event, which gives its memory an
 The step's time follows from the actions of all stages and what they wait for.
 
 What is assumed: parameters have no gradient when the step begins, as after ``zero_grad``; a stage's buffers for what it
-receives are allocated once for all micro batches, as torch's pipelining does.
+receives are allocated once for all micro-batches, as torch's pipelining does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -23,9 +23,8 @@ from lowtide.planner.simulation import Simulation, StageSimulation
 from lowtide.planner.stage import Decided, Stage
 from lowtide.policy import (
     Catalogue,
+    Communication,
     Decision,
-    Keep,
-    LayerPolicy,
     Policy,
     Recompute,
     Resolution,
@@ -59,12 +58,13 @@ def simulate(
     includes the optimizer's step. ``stages`` are the pipeline stages to look at; all, if it is left out. The step's
     time then is that of these stages alone. ``known`` keeps what was replayed, for other calls with the same Trace,
     device and pipeline: a stage whose layers are decided alike is not replayed again. ``limit`` is what a device has:
-    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, for whoever only asks
-    whether it fits.
+    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, for callers that only
+    ask whether it fits.
     """
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
+    policy = policy.for_layers(len(trace.layers)) if isinstance(policy, Policy) else policy
     layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     make = partial(Stage, trace, layers, device, pipeline, limit=limit)
@@ -96,7 +96,7 @@ def simulate(
     results = []
     for number, one in played.items():
         result = one.result
-        if details:  # once more, to see what is there at the peak
+        if details:  # replay it again, to see what is there at the peak
             again = make(number, details=True, stop_at=one.peak_allocation)
             _act(again, short)
             again.finish(optimizer=optimizer)
@@ -133,11 +133,11 @@ def _finished(stage: Stage, *, optimizer: bool) -> Played:
 def _of_stage(policy: Policy, pipeline: Pipeline, stage: int) -> Policy:
     """All of a Policy that a stage's replay depends on."""
     own = tuple(policy.layers[layer] for chunk in pipeline.placement[stage] for layer in chunk)
-    return replace(policy, layers=own, root=LayerPolicy())
+    return replace(policy, layers=own)
 
 
 def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:
-    """The times of some stages, as if they waited for nobody."""
+    """The times of some stages, as if they waited for no other."""
     ends = [
         sum(map(seconds[stage].of, one)) if stage in seconds else 0.0 for stage, one in enumerate(actions(pipeline))
     ]
@@ -181,7 +181,7 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
     found: dict[int, Decided] = {}
     for own in (chunk for stage in pipeline.placement for chunk in stage):
         if isinstance(policy, Policy):
-            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own), root=LayerPolicy())
+            part = replace(policy, layers=tuple(policy.layers[layer] for layer in own))
             catalogue = Catalogue(tuple(trace.parts[trace.layers[layer]].catalogue for layer in own))
             resolved = resolve(part, catalogue, require_match=False).layers
             whole = [one.recomputed_as_a_whole for one in part.layers]
@@ -200,7 +200,7 @@ def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> li
 
 def _decisions(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
     """A layer's decisions, with those for its collectives."""
-    if not resolved.repeated_collectives and not resolved.kept_collectives:
+    if not resolved.reissued_collectives and not resolved.kept_collectives:
         return resolved.decisions
     communicating = {kernel.operator for kernel in part.kernels if kernel.ranks}
     changed, _ = with_collectives(
@@ -212,30 +212,24 @@ def _decisions(part: Part, resolved: ResolvedLayer) -> Mapping[str, Decision]:
 
 
 def _is_cat(operator: str) -> bool:
-    """Whether an operator, such as ``mlp.cat_1``, puts what others gave in order."""
+    """Whether an operator, such as ``mlp.cat_1``, puts the results of others in order."""
     return operator.rpartition(".")[2].partition("_")[0] == "cat"
 
 
 def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     notes = []
-    root = policy.root
-    decided = root != LayerPolicy() if isinstance(policy, Policy) else any(
-        not isinstance(one, Keep) for one in policy.root.decisions.values()
-    )  # fmt: skip
-    if decided:
-        notes.append("decisions for what is outside the layers are not simulated: it counts as kept")
     if isinstance(policy, Policy):
-        usual = Policy(())
-        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation"):
-            if getattr(policy, name) != getattr(usual, name):
-                notes.append(f"{name} is not simulated: memory and time are those of {getattr(usual, name)}")
+        defaults = asdict(Communication())
+        for name, value in asdict(policy.communication).items():
+            if value != defaults[name]:
+                notes.append(f"{name} is not simulated: memory and time are those of {defaults[name]}")
     if pipeline.schedule in HALVES:
-        notes.append("where a backward is split, a micro batch is taken to hold its memory until the weights' half")
+        notes.append("where a backward is split, a micro-batch is taken to hold its memory until the weights' half")
     return tuple(notes)
 
 
 def shortened(pipeline: Pipeline) -> Pipeline:
-    """The same pipeline with fewer micro batches, where more of them hold no more memory at one time."""
+    """The same pipeline with fewer micro-batches, where more of them hold no more memory at one time."""
     stages, micro_batches = pipeline.stages, pipeline.micro_batches
     group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
     enough = {
@@ -249,7 +243,7 @@ def shortened(pipeline: Pipeline) -> Pipeline:
 
 
 def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:
-    """A stage's sums for all micro batches of the step, where it was replayed with fewer."""
+    """A stage's sums for all micro-batches of the step, where it was replayed with fewer."""
     if more == 1:
         return result
     return replace(

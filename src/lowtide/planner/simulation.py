@@ -64,7 +64,7 @@ class StageSimulation:
     stall: float = 0.0
     """Seconds that the computation waited for copies."""
     recompute: float = 0.0
-    """Seconds of repeated computation."""
+    """Seconds of recompute."""
     moved: int = 0
     """Bytes copied out in a step."""
     host_peak: int = 0
@@ -79,7 +79,7 @@ class StageSimulation:
     requested: int = 0
     """The most bytes that tensors themselves had, without what an allocator adds: what a CPU's memory holds."""
     in_flight: int = 1
-    """The most micro batches whose activations are held at one time."""
+    """The most micro-batches whose activations are held at one time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ is solved alone for the least time, which is the least for the step, and stages 
 host memory is shared; each rank gets an equal share.
 
 [Note: the bound]
-The bound is HiGHS's own dual bound for the model in :mod:`lowtide.planner.problem`, times the micro batches. It holds
+The bound is HiGHS's own dual bound for the model in :mod:`lowtide.planner.problem`, times the micro-batches. It holds
 for every Policy with these layers in these stages, by the model's bytes and seconds.
 """
 
@@ -59,13 +59,13 @@ class StageSolution:
 
     groups: tuple[GroupCounts, ...]
     seconds: float
-    """One micro batch, by the model."""
+    """One micro-batch, by the model."""
     bound: float
     """No counts that fit take less, by the model."""
     memory: int
     """The most that is in use, by the model."""
     moved: int
-    """Bytes that one micro batch copies out."""
+    """Bytes that one micro-batch copies out."""
 
 
 def solve_stage(
@@ -108,7 +108,7 @@ def solve_least(problem: StageProblem, *, swap: bool = True, recompute: bool = T
 
 
 def relaxed_seconds(problem: StageProblem, budget: int, *, swap: bool = True, recompute: bool = True) -> float | None:
-    """One micro batch's seconds within ``budget`` if counts could be fractions: quick, and never too high."""
+    """One micro-batch's seconds within ``budget`` if counts could be fractions: quick, and never too high."""
     model = LinearProgram()
     most = model.variable(0, budget / _MIB)
     stage = _Stage(problem, model, most, swap=swap, recompute=recompute)
@@ -160,7 +160,7 @@ class _Stage:
         self._links(link_share)
 
     def extra_seconds(self) -> Iterable[tuple[int, float]]:
-        """What each count adds to the time of a micro batch."""
+        """What each count adds to the time of a micro-batch."""
         rate = _PREFER_KEEP / self.problem.link_out
         yield from ((waiting, _MILLI) for waiting in self.waits)
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
@@ -199,7 +199,7 @@ class _Stage:
         )
 
     def _tight(self, values: list[float]) -> list[float]:
-        """The same counts, whole, and no more beside them than they need."""
+        """The same counts, rounded, and the other variables no larger than these need."""
         values = [round(one) if integer else one for one, integer in zip(values, self.model.integer, strict=True)]
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             for number, variable in unknowns.held.items():
@@ -254,7 +254,7 @@ class _Stage:
         return _Unknowns(whole, whole_swapped, recomputed, swapped, held, boundary)
 
     def _held(self, place: int, *, by_operator_only: bool = False) -> tuple[dict[int, float], float]:
-        """What the layers of a group hold of one micro batch, in MiB: by variable, and beside them."""
+        """What the layers of a group hold of one micro-batch, in MiB: by variable, and the constant."""
         group, unknowns = self.problem.groups[place], self.unknowns[place]
         cost, count = group.cost, len(group.layers)
         alone = cost.given if not by_operator_only else 0
@@ -269,19 +269,19 @@ class _Stage:
 
     def _case(self, case: Case) -> tuple[dict[int, float], float]:
         terms: dict[int, float] = {}
-        beside = (case.base + case.passing) / _MIB
+        constant_bytes = (case.base + case.passing) / _MIB
         for place, group in enumerate(self.problem.groups):
             held, constant = self._held(place)
             times = case.in_flight[group.chunk]
-            beside += times * constant
+            constant_bytes += times * constant
             for variable, bytes_ in held.items():
                 terms[variable] = terms.get(variable, 0.0) + times * bytes_
-        return terms, beside
+        return terms, constant_bytes
 
     def _fits(self, case: Case) -> None:
-        terms, beside = self._case(case)
+        terms, constant_bytes = self._case(case)
         again = self._there_again(case) if case.rebuilding else {}
-        self.model.row({**_sum(terms, again), self.most: -1.0}, -float("inf"), -beside)
+        self.model.row({**_sum(terms, again), self.most: -1.0}, -float("inf"), -constant_bytes)
         if not case.rebuilding:
             return
         # Layers that are recomputed as a whole come first in their chunk. When backward reaches them, what the others
@@ -292,7 +292,7 @@ class _Stage:
             chosen = self.model.variable(0, 1, integer=True)
             count = len(group.layers)
             self.model.row({unknowns.whole: 1, unknowns.whole_swapped: 1, chosen: -count}, -float("inf"), 0)
-            row, constant = dict(terms), beside - case.passing / _MIB
+            row, constant = dict(terms), constant_bytes - case.passing / _MIB
             row[chosen] = group.cost.passing_whole / _MIB
             for other in running:
                 gone, beside_them = self._held(other, by_operator_only=True)
@@ -302,7 +302,7 @@ class _Stage:
             self.model.row({**row, self.most: -1.0}, -float("inf"), -constant)
 
     def _there_again(self, case: Case) -> dict[int, float]:
-        """What the last layer of the running chunk has given up is there once more when its backward begins."""
+        """What the last layer of the running chunk freed is back when its backward begins."""
         terms: dict[int, float] = {}
         for group, unknowns in zip(self.problem.groups, self.unknowns, strict=True):
             if group.last and group.chunk == case.running:
@@ -313,12 +313,12 @@ class _Stage:
         return terms
 
     def _memory(self, case: Case, values: list[float]) -> float:
-        terms, beside = self._case(case)
+        terms, constant_bytes = self._case(case)
         terms = _sum(terms, self._there_again(case)) if case.rebuilding else terms
-        return beside + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
+        return constant_bytes + sum(bytes_ * values[variable] for variable, bytes_ in terms.items())
 
     def _links(self, share: float) -> None:
-        """Copies out pass in forward, and in the backward of another micro batch as far as they may be on their way for
+        """Copies out pass in forward, and in the backward of another micro-batch as far as they may be on their way for
         so long; copies back in the backward of their own chunk. For what takes longer the computation waits. And what
         is out is on the host."""
         problem, model = self.problem, self.model
@@ -329,7 +329,7 @@ class _Stage:
             moved = {unknowns.boundary_swapped: (group.cost.boundary, 1), unknowns.whole_swapped: (group.cost.given, 1)}
             for place, variable in unknowns.swapped.items():
                 moved[variable] = (group.cost.operators[place].held, len(group.cost.operators[place].storages))
-            # More than may be on its way at one time would be brought back only when it is needed.
+            # More than may be in flight at one time would be reloaded only when it is needed.
             at_once = {variable: bytes_ / _MIB for variable, (bytes_, _) in moved.items()}
             model.row(at_once, -float("inf"), len(group.layers) * IN_FLIGHT_BYTES / _MIB)
             returning = back.setdefault(group.chunk, {})

@@ -208,7 +208,7 @@ def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) ->
 
 
 def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
-    """The weights that autocast casts once for all micro batches."""
+    """The weights that autocast casts once for all micro-batches."""
     found = []
     for step in steps:
         for number in sorted(cast_weights(step.program.part)):
@@ -220,7 +220,7 @@ def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
 
 @dataclass
 class _Running:
-    """A micro batch in a chunk, between its forward and its backward."""
+    """A micro-batch in a chunk, between its forward and its backward."""
 
     micro_batch: int
     instances: list[Instance]
@@ -250,8 +250,8 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batc
                 if left is not None:
                     instance.slots[number] = left
             across = []
-            if step.program.part.lets_go is not None:
-                instance.lets_go, until["forward"][:] = list(until["forward"]), []
+            if step.program.part.frees_at is not None:
+                instance.frees, until["forward"][:] = list(until["forward"]), []
         storage = player.forward(instance, storage, handed)
         handed = instance.handed
         instances.append(instance)
@@ -259,7 +259,7 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batc
         if part.name == "before":
             across = [instance.slots.pop(number, None) for number in part.across]
         for number, left in instance.slots.items():
-            if number == part.input:  # it was lent: whoever made it says how long it lives
+            if number == part.input:  # it was lent: its maker decides how long it lives
                 player.rank.drop(left)
             else:
                 until[part.values[number].until or "backward"].append(left)

@@ -1,7 +1,7 @@
-"""When a swapped storage leaves the device and when it comes back, as the runtime has it.
+"""When a swapped storage is offloaded and when it is reloaded, as the runtime does it.
 
-Operators are numbered through all layers in the order they run. A storage that leaves at operator p with prefetch k is
-let go when operator p + k is reached, and in backward its copy back starts when operator u + k is reached again, u
+Operators are numbered through all layers in the order they run. A storage that is offloaded at operator p with prefetch
+k is freed when operator p + k is reached, and in backward its copy back starts when operator u + k is reached again, u
 being its first user in backward. Operators are noticed where they save something.
 """
 
@@ -29,19 +29,19 @@ class Swapped:
 
     def __init__(self, source: Storage, left: float, label: tuple[int | None, str, int]) -> None:
         self.source: Storage | None = source
-        """The storage, until it is let go."""
+        """The storage, until it is freed."""
         self.target: Storage | None = None
-        """The storage that it came back to."""
+        """The storage that it was reloaded to."""
         self.size = source.size
         self.left, self.arrives = left, 0.0
         """When the copy out ends, and when the copy back does."""
         self.label = label
-        """The layer, the operator whose value it is, and the micro batch."""
+        """The layer, the operator whose value it is, and the micro-batch."""
         self.awaited = self.ahead = self.gone = False
         """Whether the computation has waited for the copy back; whether that is on its way ahead of time; whether
-        nobody holds it any more."""
+        nothing holds it any more."""
         self.references = 1
-        """How many packs and captured calls stand for it."""
+        """How many packs and captured calls refer to it."""
 
 
 _Entry: TypeAlias = tuple[int, int, Swapped]
@@ -82,7 +82,7 @@ class Schedule:
         self.next = min(self.next, due)
 
     def reach(self, number: int) -> list[Swapped]:
-        """Operator ``number`` runs. What has to come back when backward is here again is returned."""
+        """Operator ``number`` runs. Returns what must be reloaded when backward reaches it."""
         self.now = max(self.now, number)
         while self.leaving and self.leaving[0][0] <= number:
             self._let_go()
@@ -93,7 +93,7 @@ class Schedule:
         return due
 
     def end(self, number: int, last: bool) -> list[Swapped]:
-        """A layer has ended before operator ``number``. After the last one, all that is left comes back at once."""
+        """A layer has ended before operator ``number``. After the last one, all that is left is reloaded at once."""
         if self.next > number and not (last and self.returning):
             self.now = number
             return []
@@ -157,7 +157,7 @@ class Swapping:
         return target
 
     def leave(self, swapped: Swapped) -> None:
-        """One that stands for it less; with the last one it ends."""
+        """One reference less; with the last one it is freed."""
         swapped.references -= 1
         if swapped.references:
             return

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lowtide.config.check import check_text
-from lowtide.config.document import write_document
+from lowtide.config.parse import write_document
 from lowtide.planner.expand import exact_text
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.schedule import is_folded

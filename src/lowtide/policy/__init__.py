@@ -5,12 +5,22 @@ Plain data; imports nothing of lowtide but errors and units, and nothing of torc
 
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap
 from lowtide.policy.pattern import Match, NameTree, Pattern
-from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_layers, parse_layers
-from lowtide.policy.resolve import Catalogue, Operator, Resolution, ResolvedLayer, Setting, Unused, resolve
+from lowtide.policy.policy import (
+    CollectiveRule,
+    Communication,
+    LayerPolicy,
+    Policy,
+    Rule,
+    format_layers,
+    parse_layers,
+)
+from lowtide.policy.resolution import Catalogue, Operator, Resolution, ResolvedLayer, Setting, Unused
+from lowtide.policy.resolve import resolve
 
 __all__ = [
     "Catalogue",
-    "CommRule",
+    "CollectiveRule",
+    "Communication",
     "Decision",
     "Keep",
     "LayerPolicy",

@@ -1,14 +1,11 @@
-"""What a layer's communication rules mean for its collectives, once it is known which of them read what."""
+"""What a layer's collective rules mean for its operators, once it is known which of them read what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from lowtide.policy.decision import Decision, Keep, Recompute
-
-if TYPE_CHECKING:
-    from lowtide.policy.resolve import ResolvedLayer
+from lowtide.policy.resolution import ResolvedLayer
 
 __all__ = ["Reads", "joined", "with_collectives"]
 
@@ -31,12 +28,12 @@ def joined(calls: Iterable[tuple[str, Iterable[str]]]) -> Reads:
 def with_collectives(
     resolved: ResolvedLayer, collectives: Reads, ordering: Reads, *, keep_all: bool = False
 ) -> tuple[dict[str, Decision], list[str]]:
-    """A layer's decisions by operator, with those for its collectives; and the rules by which nothing is re-issued.
+    """Return a layer's decisions by operator, collectives included, and the rules that re-issue nothing.
 
-    A rule names an operator, and means the collectives that read what it gives, such as the gather after a
-    sequence-parallel norm, or that it is. What a collective gave may have to be put in order, by a ``cat``, which
-    ``ordering`` has and which is a part of it. ``keep_all``: no collective is re-issued only because its layer is
-    recomputed.
+    A rule names an operator, and means that operator, if it is a collective, and the collectives that read its output,
+    such as the gather after a sequence-parallel norm. A collective's result may have to be put in order by a ``cat``;
+    those are in ``ordering`` and count as a part of it. With ``keep_all``, no collective is re-issued only because its
+    layer is recomputed.
     """
     changed = dict(resolved.decisions)
 
@@ -47,7 +44,7 @@ def with_collectives(
     kept += [name for operator in resolved.kept_collectives for name in at(operator)]
     changed.update({name: Keep() for name in kept if changed.get(name) == Recompute()})
     idle: list[str] = []
-    for operator in resolved.repeated_collectives:
+    for operator in resolved.reissued_collectives:
         found = at(operator)
         parts = [name for name, reads in ordering.items() if reads and reads <= set(found)]
         names = [name for name in [*found, *parts] if changed.get(name) == Keep()]

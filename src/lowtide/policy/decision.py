@@ -22,7 +22,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Nothing the operator produced is held; its call is repeated in backward when first needed."""
+    """Nothing that the operator produced is held; its call is replayed in backward when it is first needed."""
 
     def __str__(self) -> str:
         return "recompute"
@@ -30,11 +30,11 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """What the operator produced is on the host or on disk between forward and backward."""
+    """What the operator produced is offloaded to the host or to disk between forward and backward."""
 
     prefetch: int = 1
     """In backward the copy back starts this many operators before the first user; in forward the
-    device memory is let go after this many further operators at the latest."""
+    device memory is freed after this many further operators at the latest."""
     tier: Literal["host", "disk"] = "host"
     """Where the bytes go."""
     unit: Literal["operators", "layers"] = "operators"

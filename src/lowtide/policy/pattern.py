@@ -42,7 +42,7 @@ class Pattern:
     """
 
     text: str
-    """The pattern as it was written."""
+    """The pattern as the user wrote it."""
     syntax: Literal["segments", "path"] = "segments"
     """How it is read."""
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from lowtide.errors import PolicyError
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap, decision_as_json, decision_from_json
 from lowtide.policy.pattern import Pattern
+from lowtide.policy.yaml import as_yaml
 
-__all__ = ["CommRule", "LayerPolicy", "Policy", "Rule", "format_layers", "parse_layers"]
+__all__ = ["CollectiveRule", "Communication", "LayerPolicy", "Policy", "Rule", "format_layers", "parse_layers"]
 
 FORMAT = 1
 MAX_LAYERS = 100_000
 KEEP = Keep()
+EVERY = "*"
+"""In the JSON form: the one entry of a Policy for every layer of any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,13 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class CommRule:
-    """Whether the collective at the operators that match ``pattern`` is issued again in backward."""
+class CollectiveRule:
+    """Whether the collective at the operators that match ``pattern`` is re-issued in backward."""
 
     pattern: Pattern
     """Which operators; a module has no collective of its own, so a match on one has no effect."""
-    repeat: bool = True
-    """True drops the collective's result and repeats it; False keeps the result, and wins."""
+    reissue: bool = True
+    """True drops the collective's result and re-issues it; False keeps the result, and wins."""
     builtin: bool = False
     """As in :class:`Rule`."""
 
@@ -53,13 +57,13 @@ class LayerPolicy:
     """The decisions for one layer."""
 
     default: Decision = KEEP
-    """What becomes of an operator that no rule names. ``Recompute`` repeats the whole layer."""
+    """What becomes of an operator that no rule names. ``Recompute`` recomputes the whole layer."""
     rules: tuple[Rule, ...] = ()
     """Decisions by operator pattern."""
     boundary: Keep | Swap = KEEP
     """What becomes of the layer's input, the last value of the layer before it."""
-    communication: tuple[CommRule, ...] = ()
-    """Which collectives are issued again in backward."""
+    collectives: tuple[CollectiveRule, ...] = ()
+    """Which collectives are re-issued in backward."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.boundary, (Keep, Swap)):
@@ -73,10 +77,29 @@ class LayerPolicy:
     def __str__(self) -> str:
         parts = [str(self.default)]
         parts += [f"{rule.pattern}: {rule.decision}" for rule in self.rules]
-        parts += [f"{rule.pattern}: {'repeat' if rule.repeat else 'keep'} collective" for rule in self.communication]
+        parts += [f"{rule.pattern}: {'re-issue' if rule.reissue else 'keep'} collective" for rule in self.collectives]
         if self.boundary != Keep():
             parts.append(f"input: {self.boundary}")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What a model that is spread over ranks communicates again in backward rather than keep."""
+
+    reissue_collectives: bool = True
+    """Whether a recomputed layer re-issues its tensor-parallel collectives, or keeps their results.
+
+    ``mp_comm_recompute`` in MindSpore's YAML."""
+    reshard_after_forward: bool = False
+    """Whether layers that ``fully_shard`` sharded free their gathered parameters after forward and gather them again in
+    backward. False leaves what the model's author chose.
+
+    ``parallel_optimizer_comm_recompute`` in MindSpore's YAML."""
+    slice_inputs: bool = False
+    """Whether each tensor-parallel rank holds only its slice of a recomputed layer's input.
+
+    ``recompute_slice_activation`` in MindSpore's YAML."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,26 +110,52 @@ class Policy:
 
     >>> policy = Policy(layers=(LayerPolicy(default=Recompute()),) * 4)
     >>> policy
-    Policy(4 layers, bec484eb: 0-3: recompute)
+    Policy(4 layers, 558a56c0: 0-3: recompute)
     >>> Policy.from_json(policy.to_json()) == policy
     True
     """
 
     layers: tuple[LayerPolicy, ...]
     """One for each layer, in the model's order; multi-token-prediction layers come last."""
-    root: LayerPolicy = LayerPolicy()
-    """Everything outside the layers: embedding, final norm, head and loss."""
     origin: Literal["file", "solver"] = "file"
     """Who decided. In a Policy from a file, a swapped operator that directly feeds a recomputed
     one is not swapped, as the guides say; a solver may mean exactly that."""
     fingerprint: str | None = None
     """The model it was made for, or None if for none in particular."""
-    mp_comm_recompute: bool = True
-    """Inside recomputed regions: repeat the tensor-parallel collectives, or keep their results."""
-    parallel_optimizer_comm_recompute: bool = False
-    """Gather sharded parameters again in backward, or keep them gathered."""
-    recompute_slice_activation: bool = False
-    """Of a recomputed layer's input keep only this tensor-parallel rank's slice."""
+    communication: Communication = Communication()
+    """What is communicated again in backward."""
+    any_depth: bool = False
+    """Whether the one entry of ``layers`` holds for every layer of a model, however many it has."""
+
+    def __post_init__(self) -> None:
+        if self.any_depth and len(self.layers) != 1:
+            raise PolicyError(f"a Policy for any number of layers has one LayerPolicy; found {len(self.layers)}")
+
+    @staticmethod
+    def uniform(
+        rules: Mapping[str, Decision] | Iterable[Rule] = (),
+        default: Decision = KEEP,
+        *,
+        boundary: Keep | Swap = KEEP,
+        collectives: Iterable[CollectiveRule] = (),
+        communication: Communication | None = None,
+        origin: Literal["file", "solver"] = "file",
+    ) -> Policy:
+        """The same decisions for every layer of whatever model it is used on; no number of layers is needed.
+
+        ``rules`` maps patterns to decisions, or lists Rules.
+
+        >>> Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
+        Policy(every layer, 21055922: swap(2), mlp.*: recompute)
+        """
+        if isinstance(rules, Mapping):
+            rules = (Rule(Pattern(text), decision) for text, decision in rules.items())
+        layer = LayerPolicy(default, tuple(rules), boundary, tuple(collectives))
+        return Policy((layer,), origin, communication=communication or Communication(), any_depth=True)
+
+    def for_layers(self, count: int) -> Policy:
+        """This Policy for a model with ``count`` layers: a uniform one gets as many; another is returned as it is."""
+        return replace(self, layers=self.layers * count, any_depth=False) if self.any_depth else self
 
     @cached_property
     def digest(self) -> str:
@@ -115,9 +164,10 @@ class Policy:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def __repr__(self) -> str:
+        if self.any_depth:
+            return f"Policy(every layer, {self.digest[:8]}: {self.layers[0]})"
         groups = "; ".join(f"{format_layers(indices)}: {layer}" for layer, indices in _grouped(self.layers))
-        root = f"; root: {self.root}" if self.root != LayerPolicy() else ""
-        return f"Policy({len(self.layers)} layers, {self.digest[:8]}: {groups}{root})"
+        return f"Policy({len(self.layers)} layers, {self.digest[:8]}: {groups})"
 
     def to_json(self) -> str:
         """The Policy as readable JSON text."""
@@ -129,13 +179,32 @@ class Policy:
             "lowtide_policy": FORMAT,
             "origin": self.origin,
             "fingerprint": self.fingerprint,
-            **{name: getattr(self, name) for name in _SWITCHES},
-            "root": _layer_as_json(self.root),
+            "communication": asdict(self.communication),
             "layers": [
-                {"layers": format_layers(indices), **_layer_as_json(layer)} for layer, indices in _grouped(self.layers)
+                {"layers": EVERY if self.any_depth else format_layers(indices), **_layer_as_json(layer)}
+                for layer, indices in _grouped(self.layers)
             ],
         }
         return value
+
+    def save(self, file: str | Path) -> None:
+        """Write the Policy into ``file``: as YAML if its name ends with ``.yaml`` or ``.yml``, otherwise as JSON.
+
+        ``policy.save("policy.json")``; ``Policy.load("policy.json") == policy``
+        """
+        text = as_yaml(self.as_json()) if Path(file).suffix in (".yaml", ".yml") else self.to_json()
+        Path(file).write_text(text, encoding="utf-8")
+
+    @staticmethod
+    def load(file: str | Path) -> Policy:
+        """Read the Policy in ``file``; another name of :func:`lowtide.load_policy`.
+
+        The file's content decides, not its name: what :meth:`save` wrote, what ``lowtide plan`` wrote, or a training
+        file with recompute and swap settings. Raises PolicyError or ConfigError where it is none of these.
+        """
+        from lowtide.config.load import load_policy
+
+        return load_policy(file)
 
     @staticmethod
     def from_json(source: str | dict[str, Any]) -> Policy:
@@ -147,26 +216,15 @@ class Policy:
                 raise PolicyError(f"not a Policy: {error}") from None
         if not isinstance(source, dict) or source.get("lowtide_policy") != FORMAT:
             raise PolicyError(f'not a Policy: expected an object with "lowtide_policy": {FORMAT}')
-        _known(source, {"lowtide_policy", "origin", "fingerprint", "root", "layers", *_SWITCHES}, "a Policy")
+        _known(source, {"lowtide_policy", "origin", "fingerprint", "communication", "layers"}, "a Policy")
         origin, fingerprint = source.get("origin", "file"), source.get("fingerprint")
         if origin not in ("file", "solver"):
             raise PolicyError(f'origin is "file" or "solver"; found {origin!r}')
         if fingerprint is not None and not isinstance(fingerprint, str):
             raise PolicyError(f"fingerprint is text or null; found {fingerprint!r}")
-        switches = {name: source[name] for name in _SWITCHES if name in source}
-        for name, switch in switches.items():
-            if not isinstance(switch, bool):
-                raise PolicyError(f"{name} is true or false; found {switch!r}")
-        return Policy(
-            layers=_layers_from_json(source.get("layers", [])),
-            root=_layer_from_json(source.get("root", {}), "root"),
-            origin=origin,
-            fingerprint=fingerprint,
-            **switches,
-        )
-
-
-_SWITCHES = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
+        layers, any_depth = _layers_from_json(source.get("layers", []))
+        communication = _communication_from_json(source.get("communication", {}))
+        return Policy(layers, origin, fingerprint, communication, any_depth)
 
 
 def format_layers(indices: Iterable[int]) -> str:
@@ -215,12 +273,12 @@ def _layer_as_json(layer: LayerPolicy) -> dict[str, Any]:
         value["rules"] = [
             {**_pattern_as_json(rule), "decision": decision_as_json(rule.decision)} for rule in layer.rules
         ]
-    if layer.communication:
-        value["communication"] = [{**_pattern_as_json(rule), "repeat": rule.repeat} for rule in layer.communication]
+    if layer.collectives:
+        value["collectives"] = [{**_pattern_as_json(rule), "reissue": rule.reissue} for rule in layer.collectives]
     return value
 
 
-def _pattern_as_json(rule: Rule | CommRule) -> dict[str, Any]:
+def _pattern_as_json(rule: Rule | CollectiveRule) -> dict[str, Any]:
     value: dict[str, Any] = {"pattern": rule.pattern.text}
     if rule.pattern.syntax != "segments":
         value["syntax"] = rule.pattern.syntax
@@ -231,7 +289,16 @@ def _pattern_as_json(rule: Rule | CommRule) -> dict[str, Any]:
     return value
 
 
-def _layers_from_json(value: object) -> tuple[LayerPolicy, ...]:
+def _communication_from_json(value: object) -> Communication:
+    if not isinstance(value, dict):
+        raise PolicyError(f"communication is an object; found {type(value).__name__}")
+    default = asdict(Communication())
+    _known(value, set(default), "communication")
+    return Communication(**{name: _flag(value, name, default[name]) for name in default})
+
+
+def _layers_from_json(value: object) -> tuple[tuple[LayerPolicy, ...], bool]:
+    """The layers, and whether they are one entry for every layer of any model."""
     if not isinstance(value, list):
         raise PolicyError(f"layers is a list; found {type(value).__name__}")
     found: dict[int, LayerPolicy] = {}
@@ -240,6 +307,10 @@ def _layers_from_json(value: object) -> tuple[LayerPolicy, ...]:
         if not isinstance(entry, dict) or not isinstance(entry.get("layers"), str):
             raise PolicyError(f'{where} is an object with "layers": "0-3"')
         layer = _layer_from_json({key: item for key, item in entry.items() if key != "layers"}, where)
+        if entry["layers"] == EVERY:
+            if len(value) > 1:
+                raise PolicyError(f'{where}: "layers": "{EVERY}" means every layer; no other entry can be given')
+            return (layer,), True
         for index in parse_layers(entry["layers"]):
             if index in found:
                 raise PolicyError(f"{where}: layer {index} has been decided before")
@@ -247,13 +318,13 @@ def _layers_from_json(value: object) -> tuple[LayerPolicy, ...]:
     missing = next((index for index in range(len(found)) if index not in found), None)
     if missing is not None:
         raise PolicyError(f"layer {missing} has no decision")
-    return tuple(found[index] for index in range(len(found)))
+    return tuple(found[index] for index in range(len(found))), False
 
 
 def _layer_from_json(value: object, where: str) -> LayerPolicy:
     if not isinstance(value, dict):
         raise PolicyError(f"{where} is an object; found {type(value).__name__}")
-    _known(value, {"default", "boundary", "rules", "communication"}, where)
+    _known(value, {"default", "boundary", "rules", "collectives"}, where)
     boundary = decision_from_json(value.get("boundary", "keep"))
     if isinstance(boundary, Recompute):
         raise PolicyError(f"{where}: a layer's input can be kept or swapped; found recompute")
@@ -269,9 +340,11 @@ def _layer_from_json(value: object, where: str) -> LayerPolicy:
             )
             for entry in _entries(value, "rules", where)
         ),
-        communication=tuple(
-            CommRule(_pattern_from_json(entry, ("repeat",), (), where), _flag(entry, "repeat"), _flag(entry, "builtin"))
-            for entry in _entries(value, "communication", where)
+        collectives=tuple(
+            CollectiveRule(
+                _pattern_from_json(entry, ("reissue",), (), where), _flag(entry, "reissue"), _flag(entry, "builtin")
+            )
+            for entry in _entries(value, "collectives", where)
         ),
     )
 
@@ -296,8 +369,8 @@ def _pattern_from_json(
     return Pattern(entry["pattern"], syntax)
 
 
-def _flag(entry: dict[str, Any], key: str) -> bool:
-    value = entry.get(key, False)
+def _flag(entry: dict[str, Any], key: str, default: bool = False) -> bool:
+    value = entry.get(key, default)
     if not isinstance(value, bool):
         raise PolicyError(f"{key} is true or false; found {value!r}")
     return value

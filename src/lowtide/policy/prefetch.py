@@ -1,14 +1,11 @@
-"""How far ahead a swap is brought back: prefetches counted in layers, turned into operators."""
+"""How far ahead a swapped tensor is reloaded: prefetches counted in layers, converted into operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from lowtide.policy.decision import Decision, Recompute, Swap
-
-if TYPE_CHECKING:
-    from lowtide.policy.resolve import ResolvedLayer
+from lowtide.policy.resolution import ResolvedLayer
 
 __all__ = ["count_in_operators"]
 

@@ -20,108 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap
 from lowtide.policy.pattern import NameTree
-from lowtide.policy.policy import CommRule, LayerPolicy, Policy, Rule, format_layers
+from lowtide.policy.policy import CollectiveRule, LayerPolicy, Policy, Rule
 from lowtide.policy.prefetch import count_in_operators
+from lowtide.policy.resolution import Catalogue, Operator, Resolution, ResolvedLayer, Setting, Unused
 
-__all__ = ["Catalogue", "Operator", "Resolution", "ResolvedLayer", "Unused", "resolve"]
-
-
-class Operator(NamedTuple):
-    """One operator of a layer, as a catalogue lists it."""
-
-    name: str
-    """Its dotted path inside the layer: ``feed_forward.mul``."""
-    consumers: tuple[str, ...] = ()
-    """The operators of the same layer that read its output."""
-    aliases: tuple[str, ...] = ()
-    """Other dotted paths it is known by: ``mlp.activation_func.silu``. Several operators may share one; one that is the
-    own name of another operator means that operator alone."""
-
-
-class Catalogue(NamedTuple):
-    """What a model consists of: the operators of each layer, in order, and those outside."""
-
-    layers: tuple[tuple[Operator, ...], ...]
-    """One tuple a layer; layers of one kind should share the same tuple."""
-    root: tuple[Operator, ...] = ()
-    """The operators outside the layers."""
-
-
-class Unused(NamedTuple):
-    """A setting that had no effect."""
-
-    setting: str
-    """The setting, as the user knows it: the pattern, or ``the whole layer``."""
-    action: str
-    """What it asked for: ``recompute``, ``swap(10)``, ``keep``, ``repeat collective`` …"""
-    layers: tuple[int, ...]
-    """In which layers; empty for the root."""
-    reason: str
-    """Why it had none."""
-    kind: Literal["unmatched", "overruled"]
-    """``unmatched`` settings name nothing that exists; ``overruled`` ones lost to another."""
-    nearest: tuple[str, ...] = ()
-    """For unmatched patterns: the names that look most like it."""
-    builtin: bool = False
-    """Whether the pattern is a default of the grammar."""
-
-    def __str__(self) -> str:
-        places = f"layer{'s' * (len(self.layers) > 1)} {format_layers(self.layers)}" if self.layers else "the root"
-        hint = f"; did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
-        return f"{self.setting} ({self.action}) has no effect in {places}: {self.reason}{hint}"
-
-
-class Setting(NamedTuple):
-    """A setting that names something, and what it did in those layers where it did the same."""
-
-    setting: str
-    """As in :class:`Unused`; also ``the layer's input``."""
-    action: str
-    """What it asks for, as in :class:`Unused`."""
-    layers: tuple[int, ...]
-    """In which layers; empty for the root."""
-    operators: tuple[str, ...]
-    """The operators it names, by their own names."""
-    decided: tuple[str, ...]
-    """Those of them whose decision is due to it: no other setting overrules it."""
-
-
-class ResolvedLayer(NamedTuple):
-    """The decisions of one layer, operator by operator."""
-
-    decisions: Mapping[str, Decision]
-    """Every operator of the layer, in order, with its one decision; prefetches count operators."""
-    boundary: Keep | Swap
-    """The decision for the layer's input."""
-    repeated_collectives: tuple[str, ...] = ()
-    """Operators whose collective is issued again in backward."""
-    kept_collectives: tuple[str, ...] = ()
-    """Operators whose collective's result is kept even where the layer is recomputed."""
-
-
-class Resolution(NamedTuple):
-    """A Policy applied to a catalogue."""
-
-    layers: tuple[ResolvedLayer, ...]
-    root: ResolvedLayer
-    unused: tuple[Unused, ...]
-    """Every setting that had no effect."""
-    settings: tuple[Setting, ...] = ()
-    """Every setting that names something."""
-
-    @property
-    def unmatched(self) -> tuple[Unused, ...]:
-        """The settings that name nothing in the model and are mistakes.
-
-        A built-in pattern counts only if none of its siblings matches either: dense layers have no
-        shared experts.
-        """
-        return tuple(item for item in self.unused if item.kind == "unmatched")
+__all__ = ["resolve"]
 
 
 def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True) -> Resolution:
@@ -135,45 +43,46 @@ def resolve(policy: Policy, catalogue: Catalogue, *, require_match: bool = True)
     >>> dict(resolve(policy, Catalogue((layer,))).layers[0].decisions)
     {'attention.softmax': Keep(), 'mlp.silu': Recompute()}
     """
+    policy = policy.for_layers(len(catalogue.layers))
     if len(policy.layers) != len(catalogue.layers):
         raise PolicyError(
             f"the policy decides {len(policy.layers)} layers and the model has {len(catalogue.layers)};"
             " make the policy for this model"
         )
-    inside, outside = _Report(catalogue.layers), _Report((catalogue.root,))
+    report = _Report(catalogue.layers)
     done: dict[tuple[int, int], tuple[ResolvedLayer, list[_Outcome]]] = {}
 
-    def layer(index: int | None, settings: LayerPolicy, operators: tuple[Operator, ...]) -> ResolvedLayer:
+    def layer(index: int, settings: LayerPolicy, operators: tuple[Operator, ...]) -> ResolvedLayer:
         # Layers of one kind with one policy are resolved once: cost follows kinds, not layers.
         key = (id(settings), id(operators))
         if key not in done:
             done[key] = _resolve_layer(settings, operators, from_file=policy.origin == "file")
         resolved, outcomes = done[key]
         for outcome in outcomes:
-            (outside if index is None else inside).add(index, outcome)
+            report.add(index, outcome)
         return resolved
 
     layers = [
         layer(index, settings, operators)
         for index, (settings, operators) in enumerate(zip(policy.layers, catalogue.layers, strict=True))
     ]
-    root = layer(None, policy.root, catalogue.root)
-    root, *layers = count_in_operators([root, *layers])
-    unused = inside.unused() + outside.unused()
-    resolution = Resolution(tuple(layers), root, unused, inside.settings() + outside.settings())
+    resolution = Resolution(tuple(count_in_operators(layers)), report.unused(), report.settings())
     if require_match and resolution.unmatched:
         raise UnmatchedError("\n".join(str(item) for item in resolution.unmatched))
     return resolution
 
 
-_INCLUDED = ("the whole layer is recomputed", "the whole layer is recomputed; mp_comm_recompute decides there")
+_INCLUDED = (
+    "the whole layer is recomputed",
+    "the whole layer is recomputed; reissue_collectives (mp_comm_recompute) decides there",
+)
 """Reasons that only say that the layer does more than was asked for."""
 
 
 class _Outcome(NamedTuple):
     """What one setting did in one layer."""
 
-    setting: Rule | CommRule | None
+    setting: Rule | CollectiveRule | None
     """None is the whole layer's default, or its input's decision."""
     action: str
     matched: bool
@@ -247,7 +156,7 @@ def _resolve_layer(
     if isinstance(settings.boundary, Swap):
         outcomes.append(_Outcome(None, str(settings.boundary), True, "", label="the layer's input"))
     collectives = _Collectives(settings, vocabulary, whole)
-    resolved = ResolvedLayer(decisions, settings.boundary, collectives.repeated, collectives.kept)
+    resolved = ResolvedLayer(decisions, settings.boundary, collectives.reissued, collectives.kept)
     return resolved, outcomes + collectives.outcomes
 
 
@@ -314,31 +223,31 @@ def _vocabulary(operators: tuple[Operator, ...]) -> _Vocabulary:
 
 
 class _Collectives:
-    """The collectives of a layer that are repeated or kept, and what each setting did."""
+    """The collectives of a layer that are re-issued or kept, and what each setting did."""
 
     def __init__(self, settings: LayerPolicy, vocabulary: _Vocabulary, whole: bool) -> None:
         self.outcomes: list[_Outcome] = []
-        repeated: dict[str, None] = {}
+        reissued: dict[str, None] = {}
         kept: dict[str, None] = {}
-        for rule in settings.communication:
+        for rule in settings.collectives:
             matches = rule.pattern.matches(vocabulary.tree)
             operators = vocabulary.own(match.name for match in matches if not match.is_module)
             reason = ""
             if matches and not operators:
                 reason = "it names a module, and only an operator has a collective"
-            elif operators and rule.repeat and whole:
+            elif operators and rule.reissue and whole:
                 reason = _INCLUDED[1]
             else:
-                (repeated if rule.repeat else kept).update(dict.fromkeys(operators))
-            action = "repeat collective" if rule.repeat else "keep collective"
+                (reissued if rule.reissue else kept).update(dict.fromkeys(operators))
+            action = "re-issue collective" if rule.reissue else "keep collective"
             due = tuple(operators) if not reason else ()
             self.outcomes.append(_Outcome(rule, action, bool(matches), reason, tuple(operators), due))
-        self.repeated = tuple(name for name in repeated if name not in kept)
+        self.reissued = tuple(name for name in reissued if name not in kept)
         self.kept = tuple(kept)
 
 
 class _Report:
-    """Gathers outcomes over layers, or those of the root, into one line a setting and reason."""
+    """Gathers outcomes over layers into one line for each setting and reason."""
 
     def __init__(self, kinds: Sequence[tuple[Operator, ...]]) -> None:
         self.kinds = kinds
@@ -346,13 +255,11 @@ class _Report:
         self.layers: dict[tuple[object, str, str], list[int]] = {}
         self.alike: dict[_Outcome, list[int]] = {}
 
-    def add(self, index: int | None, outcome: _Outcome) -> None:
-        self.alike.setdefault(outcome, []).extend([] if index is None else [index])
+    def add(self, index: int, outcome: _Outcome) -> None:
+        self.alike.setdefault(outcome, []).append(index)
         setting = (outcome.setting, outcome.action)
         self.matched[setting] = self.matched.get(setting, False) or outcome.matched
-        where = self.layers.setdefault((*setting, outcome.reason), [])
-        if index is not None:
-            where.append(index)
+        self.layers.setdefault((*setting, outcome.reason), []).append(index)
 
     def settings(self) -> tuple[Setting, ...]:
         return tuple(
@@ -371,8 +278,8 @@ class _Report:
         items: list[Unused] = []
         tree: NameTree | None = None
         for (setting, action, reason), layers in self.layers.items():
-            builtin = setting.builtin if isinstance(setting, (Rule, CommRule)) else False
-            label = str(setting.pattern) if isinstance(setting, (Rule, CommRule)) else "the whole layer"
+            builtin = setting.builtin if isinstance(setting, (Rule, CollectiveRule)) else False
+            label = str(setting.pattern) if isinstance(setting, (Rule, CollectiveRule)) else "the whole layer"
             if self.matched[setting, action]:
                 somewhere = (setting, action, "") in self.layers
                 if reason and not (somewhere and reason in _INCLUDED):
@@ -383,7 +290,7 @@ class _Report:
             tree = tree or NameTree.of(
                 dict.fromkeys(name for kind in self.kinds for o in kind for name in (o.name, *o.aliases))
             )
-            near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CommRule)) else ()
+            near = setting.pattern.nearest(tree) if isinstance(setting, (Rule, CollectiveRule)) else ()
             items.append(
                 Unused(label, action, tuple(layers), "no operator or module has this name", "unmatched", near, builtin)
             )
@@ -391,7 +298,7 @@ class _Report:
 
     def _sibling_matched(self, setting: object, action: str) -> bool:
         return any(
-            matched and type(other) is type(setting) and isinstance(other, (Rule, CommRule)) and other.builtin
+            matched and type(other) is type(setting) and isinstance(other, (Rule, CollectiveRule)) and other.builtin
             for (other, what), matched in self.matched.items()
             if what == action
         )

@@ -90,7 +90,7 @@ def strategy(plan: Plan) -> Iterator[str]:
     held = held_by_decision(plan)
     if any(held):
         parts = [f"{name} {format_bytes(size)}" for name, size in held._asdict().items() if size]
-        yield f"  of a micro batch's activations: {', '.join(parts)}"
+        yield f"  of a micro-batch's activations: {', '.join(parts)}"
 
 
 def _named(plan: Plan, name: str) -> Option | None:
@@ -103,7 +103,7 @@ def _cells(simulation: Simulation, slowest: float | None) -> tuple[str, str, str
 
 
 def _layer(plan: Plan, layer: int) -> tuple[tuple[object, ...], str]:
-    """What tells a layer's treatment from another's, and the treatment in words.
+    """A key that is equal for layers treated alike, and the treatment in words.
 
     By operator where the plan says what each holds; otherwise as the Policy is written.
     """

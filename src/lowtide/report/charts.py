@@ -46,7 +46,7 @@ def curve_figure(plan: Plan) -> Figure:
             "x": [short(size / memory.size) for _, size, _ in points],
             "y": [short(at / time.size) for _, _, at in points],
             "text": [escape(one.name) for one, _, _ in points],
-            # Neighbours are written above and below, so that one does not stand on the other.
+            # Neighbours are written above and below, so that they do not overlap.
             "textposition": [
                 f"{('top', 'bottom')[place % 2]} {'right' if size <= middle else 'left'}"
                 for place, (_, size, _) in enumerate(points)
@@ -196,7 +196,7 @@ def stage_time_figure(plan: Plan) -> Figure:
 
 
 _LYING = 4
-"""Bars lie where there are no more stages than these, and stand where there are."""
+"""Bars are horizontal where there are no more stages than these, and vertical where there are."""
 
 
 def _stage_bars(stages: Sequence[StageSimulation], parts: Sequence[Part], unit: str) -> Figure:

@@ -58,7 +58,7 @@ def remarks(one: SettingEffect) -> Iterator[str]:
     elif one.idle:
         yield f"{name}: recomputing {', '.join(one.idle)} saves nothing: the inputs would have to be held instead"
     if one.kept:
-        yield f"{name}: kept all the same, since an input is written to and the call cannot be repeated: " + ", ".join(
+        yield f"{name}: kept all the same, since an input is written to and the call cannot be replayed: " + ", ".join(
             one.kept
         )
     if setting.action.startswith("swap") and one.freed == 0 and (setting.decided or not setting.operators):
@@ -96,8 +96,6 @@ def _freed(one: SettingEffect) -> str:
 
 def _where(one: SettingEffect) -> str:
     layers = one.setting.layers
-    if not layers:
-        return "root"
     text = format_layers(layers)
     return f"{len(layers)}: {text}" if len(text) <= 20 else f"{len(layers)}: {text[:17].rpartition(',')[0]},…"
 
@@ -105,7 +103,7 @@ def _where(one: SettingEffect) -> str:
 def _what(one: SettingEffect, found: Survey) -> tuple[str, str]:
     """The setting, and the operators it means."""
     setting = one.setting
-    kind = found.kinds[found.kind_of[setting.layers[0]]] if setting.layers else found.root
+    kind = found.kinds[found.kind_of[setting.layers[0]]]
     tree = NameTree.of(operator.name for operator in kind.operators)
 
     def words(names: tuple[str, ...]) -> str:

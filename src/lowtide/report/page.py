@@ -189,7 +189,7 @@ def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list
         lead = "Bytes in use on the device, as the allocator counts them; the budget is compared with what it reserves."
         if len(stages) > 1:
             lead += (
-                " Each stage is shown on a clock of its own, with as many micro batches as it takes to fill it; the"
+                " Each stage is shown on a clock of its own, with as many micro-batches as it takes to fill it; the"
                 " time in which it waits for others is left out."
             )
             options = "".join(
@@ -216,7 +216,7 @@ def _link_sentence(plan: Plan) -> str:
         sum(span.seconds for span in stage.spans if span.kind == "copy out") / (_end(stage, None) or 1.0)
         for stage in plan.simulation.stages
     )
-    waits = f"it stood still for copies for {format_seconds(stalled)}" if stalled else "it never stood still for a copy"
+    waits = f"compute waited {format_seconds(stalled)} for copies" if stalled else "compute never waited for a copy"
     return (
         f"{copies - late} of {copies} copies back were there when the computation needed them; {waits}."
         f" The busiest link is sending in {busiest:.0%} of the time."
@@ -242,7 +242,7 @@ def _honesty(plan: Plan | None, run: Run | None) -> str:
 
 
 def _errors(plan: Plan, run: Run | None) -> Iterator[str]:
-    """The predictions beside what was measured; that nothing was, where nothing was."""
+    """The predictions compared with what was measured, or a line that nothing was measured."""
     if run is None or (run.peak is None and run.seconds is None):
         yield "All of this is predicted. Nothing on this page was measured on a device."
         return

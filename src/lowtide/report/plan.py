@@ -38,7 +38,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     held = held_by_decision(plan)
     if any(held):
         parts = [f"{name} {format_bytes(size)}" for name, size in held._asdict().items() if size]
-        console.print(f"of a micro batch's activations: {', '.join(parts)}", soft_wrap=True)
+        console.print(f"of a micro-batch's activations: {', '.join(parts)}", soft_wrap=True)
     if plan.feasible:
         console.print(
             f"no policy that fits can be more than {_gap(plan)} faster, by the solver's model", soft_wrap=True
@@ -184,7 +184,7 @@ def _print_advice(plan: Plan, console: Console) -> None:
         console.print(Text("what to do", style="bold"))
         _print_wrapped(
             f"give it {format_bytes(least)} a device, or hold less: a smaller --micro-batch-size or --seq, more tensor"
-            " or pipeline ranks, or fewer micro batches in flight",
+            " or pipeline ranks, or fewer micro-batches in flight",
             "  ",
             console,
         )

@@ -1,4 +1,4 @@
-"""What a plan predicted beside what a run measured."""
+"""What a plan predicted, compared with what a run measured."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Run(NamedTuple):
     steps: int = 0
     """The steps that the receipts cover; 0 where they do not say."""
     seconds: float | None = None
-    """Of a step: the median after the first two, in which operators are still being learnt."""
+    """Of a step: the median after the first two, in which layers are still being profiled."""
     peak: int | None = None
     """The most bytes in use on the device."""
     memory: tuple[tuple[float, int], ...] = ()

@@ -83,7 +83,7 @@ def _figures(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def decision_bar(plan: Plan) -> str:
-    """What becomes of a micro batch's activations, as one bar."""
+    """What becomes of a micro-batch's activations, as one bar."""
     held = {name: size for name, size in held_by_decision(plan)._asdict().items() if size}
     total = sum(held.values())
     if not total:
@@ -94,7 +94,7 @@ def decision_bar(plan: Plan) -> str:
         f'<li class="chip {name}"><b>{format_bytes(size)}</b> {words[name]}</li>' for name, size in held.items()
     )
     label = escape(", ".join(f"{format_bytes(size)} {words[name]}" for name, size in held.items()))
-    note = "<li>of the activations of one micro batch, all layers</li>"
+    note = "<li>of the activations of one micro-batch, all layers</li>"
     return f'<div class="bar" role="img" aria-label="{label}">{parts}</div><ul class="legend">{legend}{note}</ul>'
 
 

@@ -105,7 +105,7 @@ class _Labels:
         for layer in layers:
             if id(layer) in self.names:
                 continue
-            key = (tuple(layer.decisions.items()), layer.boundary, layer.repeated_collectives, layer.kept_collectives)
+            key = (tuple(layer.decisions.items()), layer.boundary, layer.reissued_collectives, layer.kept_collectives)
             if key not in seen:
                 seen[key] = self._name(layer, letters)
             self.names[id(layer)] = seen[key]
@@ -119,7 +119,7 @@ class _Labels:
 
     def _name(self, layer: ResolvedLayer, letters: Iterator[str]) -> str:
         kinds = {type(decision) for decision in layer.decisions.values()}
-        plain = not layer.repeated_collectives and not layer.kept_collectives and layer.boundary == Keep()
+        plain = not layer.reissued_collectives and not layer.kept_collectives and layer.boundary == Keep()
         if plain and kinds <= {Keep}:
             name, kind = "keep", "keep"
         elif plain and kinds == {Recompute}:
@@ -153,15 +153,15 @@ def _describe(layer: ResolvedLayer) -> str:
     parts = [f"{decision} {shorten(names, tree)}" for decision, names in groups.items()]
     if layer.boundary != Keep():
         parts.append(f"{layer.boundary} the layer's input")
-    if layer.repeated_collectives:
-        parts.append(f"repeat collectives of {', '.join(layer.repeated_collectives)}")
+    if layer.reissued_collectives:
+        parts.append(f"re-issue collectives of {', '.join(layer.reissued_collectives)}")
     if layer.kept_collectives:
         parts.append(f"keep collectives of {', '.join(layer.kept_collectives)}")
     return "; ".join(parts) or "every activation stays on the device"
 
 
 def _blocks(check: Check, labels: _Labels, width: int) -> Iterator[list[int]]:
-    """Which stages stand side by side, so that the table fits the terminal."""
+    """Which stages are shown side by side, so that the table fits the terminal."""
     assert check.form is not None
     assert check.form.placement is not None
     placement = check.form.placement

@@ -67,7 +67,7 @@ def thin_points(points: Sequence[tuple[float, int]], slices: int = SLICES) -> li
 
 
 def late_copies(spans: Iterable[Span]) -> set[Span]:
-    """The copies back that the computation waited for: it stood still for this tensor until the copy had ended."""
+    """The copies back that compute waited for until they had ended."""
     spans = list(spans)
     stalls: dict[tuple[int | None, str, int], list[Span]] = {}
     for span in spans:
@@ -86,7 +86,7 @@ def _whose(span: Span) -> tuple[int | None, str, int]:
 
 
 def blocks(spans: Iterable[Span], seconds: float, most: int = MOST_BLOCKS) -> list[Block]:
-    """Spans joined where a picture cannot tell them apart: see [Note: thinning]."""
+    """Spans joined where a picture cannot show them apart: see [Note: thinning]."""
     spans = sorted(spans, key=lambda span: span.start)
     late = late_copies(spans)
     slices = 2000

@@ -98,7 +98,7 @@ _TIMED = {"l": 86, "b": 28}
 
 
 def _peak(stage: StageSimulation, memory: Scale, time: Scale, top: int) -> tuple[Figure, Figure]:
-    """The highest point, and what is written beside it, where there is room: below the line, or above it."""
+    """The highest point, and its label where there is room: below the line, or above it."""
     assert stage.peak_at is not None
     text = f"peak {format_bytes(stage.peak)} · {_place(stage.peak_at.layer, stage.peak_at.operator)}"
     x, y = short(stage.peak_at.time / time.size), short(stage.peak / memory.size)

@@ -31,7 +31,7 @@ SHARES = ("parameters", "gradients", "optimizer", "activations", "boundaries", "
 
 
 class Held(NamedTuple):
-    """The bytes of a micro batch's activations, in all layers, by what becomes of them."""
+    """The bytes of a micro-batch's activations, in all layers, by what becomes of them."""
 
     keep: int = 0
     recompute: int = 0
@@ -70,14 +70,14 @@ def _against(plan: Plan) -> str:
 
 
 def layout(plan: Plan) -> str:
-    """The device and the pipeline, in short: ``h100, 16 stages x 2 chunks, 64 micro batches, interleaved``."""
+    """The device and the pipeline, in short: ``h100, 16 stages x 2 chunks, 64 micro-batches, interleaved``."""
     pipeline = plan.pipeline
     parts = [plan.device]
     if pipeline.stages > 1:
         chunks = f" x {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         parts.append(f"{pipeline.stages} stages{chunks}")
     count = pipeline.micro_batches
-    parts.append(f"{count} micro batch{'es' if count > 1 else ''}")
+    parts.append(f"{count} micro-batch{'es' if count > 1 else ''}")
     if pipeline.stages > 1:
         parts.append(pipeline.schedule.replace("_", " "))
     return ", ".join(parts)
@@ -100,7 +100,7 @@ def peak_sentence(plan: Plan) -> str:
         # A stage among several has a clock of its own, which says nothing about the step.
         time = "" if several else f"{format_seconds(at.time)} into the step, "
         when = f"{time}{layer}" + (f", {at.operator}" if at.operator else "")
-    batches = f"{stage.in_flight} micro batches in flight" if stage.in_flight > 1 else ""
+    batches = f"{stage.in_flight} micro-batches in flight" if stage.in_flight > 1 else ""
     place = "; ".join(part for part in (", ".join(part for part in (where, when) if part), batches) if part)
     return f"{format_bytes(stage.peak)} in use, {format_bytes(stage.reserved)} reserved" + (
         f": {place}" if place else ""
@@ -128,7 +128,7 @@ def shares_by_operator(shares: Iterable[Share]) -> list[tuple[str, str, tuple[in
 
 
 def held_by_decision(plan: Plan) -> Held:
-    """What a micro batch's activations hold in all layers, by decision; zeros where the plan does not say."""
+    """What a micro-batch's activations hold in all layers, by decision; zeros where the plan does not say."""
     sums = dict.fromkeys(KINDS, 0)
     for layer in plan.operators:
         for one in layer:

@@ -30,8 +30,8 @@ def apply(
     layers: str | None = None,
     limits: Limits | None = None,
     verify: bool = False,
-    partial: bool = False,
-    learnt: Mapping[Structure, LayerKind] | None = None,
+    allow_unmatched: bool = False,
+    profiles: Mapping[Structure, LayerKind] | None = None,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
@@ -40,24 +40,25 @@ def apply(
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` compares every tensor that is unpacked with what was saved, in every step,
-    which is slow. ``partial`` says that the model is a part of one, such as a pipeline stage: a pattern that matches
-    nothing here may match elsewhere, so it is named in the receipt and is no error. ``learnt`` are known profiles of
-    the model's layers, such as the ``profiles`` of an earlier Handle: these layers are not profiled again.
+    which is slow. ``allow_unmatched`` makes a pattern that matches nothing a line in the receipt instead of an error: in
+    a pipeline stage, it may match in another. ``profiles`` are those of an earlier Handle of the model: layers in them
+    are not profiled again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
     model as it was, and so does the end of ``with lowtide.apply(model, policy):``. If this raises, the model is as it
     was too.
     """
     found = find_layers(model, layers)
+    policy = policy.for_layers(len(found.modules))
     if len(found.modules) != len(policy.layers):
         raise PolicyError(
             f"the policy decides {len(policy.layers)} layers and {found.path or 'the model'} has {len(found.modules)};"
             " make the policy for this model, or name its layers"
         )
     warn_of_idle_settings(policy)
-    handle = Handle(found, policy, limits or Limits(), verify=verify, partial=partial)
+    handle = Handle(found, policy, limits or Limits(), verify=verify, allow_unmatched=allow_unmatched)
     try:
-        handle.start(learnt or {})
+        handle.start(profiles or {})
     except BaseException:
         handle.remove()
         raise
@@ -68,9 +69,9 @@ class Handle:
     """A Policy at work on a model."""
 
     def __init__(
-        self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False, partial: bool = False
+        self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False, allow_unmatched: bool = False
     ) -> None:
-        self.layers, self.policy, self.partial = layers, policy, partial
+        self.layers, self.policy, self.allow_unmatched = layers, policy, allow_unmatched
         self.profiles: dict[Structure, LayerKind] = {}
         """What is known of the layers, by the classes of their modules."""
         self.resolution: Resolution | None = None
@@ -87,11 +88,11 @@ class Handle:
         """
         for follower in self.followers:
             follower.start()
-            if self.policy.parallel_optimizer_comm_recompute:
+            if self.policy.communication.reshard_after_forward:
                 hook = Hook(GatherAgain(follower.index))
                 self._gathering.append(follower.layer.register_forward_pre_hook(hook))
         if not any(
-            one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.communication
+            one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.collectives
             for one in self.policy.layers
         ):
             return
@@ -152,7 +153,7 @@ class Handle:
         complete = {one.structure for one in self.followers if not one.compiled} <= set(self.profiles)
         catalogues = {structure: known.catalogue for structure, known in self.profiles.items()}
         catalogue = Catalogue(tuple(catalogues.get(one.structure, unknown) for one in self.followers))
-        resolution = resolve(self.policy, catalogue, require_match=complete and not self.partial)
+        resolution = resolve(self.policy, catalogue, require_match=complete and not self.allow_unmatched)
         if complete:
             self.resolution = resolution
         offset, due = 0, frozenset[int]()

@@ -208,6 +208,6 @@ class _Kept(TorchFunctionMode):
             if versions != tuple(one._version for one in tensors_of(output)):
                 raise RebuildError(
                     f"{self.whose} cannot be recomputed: what one of its collectives gave was changed in place after"
-                    " that; set mp_comm_recompute to true"
+                    " that; set reissue_collectives (mp_comm_recompute) to true"
                 )
             return tree_map(lambda one: one.detach().requires_grad_(one.requires_grad), output)

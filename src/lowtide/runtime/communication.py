@@ -1,9 +1,9 @@
 """Carry out what a Policy says about communication.
 
-- ``mp_comm_recompute``: whether a recomputed layer issues its tensor-parallel collectives again or keeps their results.
-- ``parallel_optimizer_comm_recompute``: whether sharded parameters are gathered again in backward.
-- ``recompute_slice_activation``: of a recomputed layer's input keep this tensor-parallel rank's slice only.
-- ``LayerPolicy.communication``: in a layer that is not recomputed as a whole, drop what single collectives gave.
+- ``reissue_collectives``: whether a recomputed layer re-issues its tensor-parallel collectives or keeps their results.
+- ``reshard_after_forward``: whether sharded parameters are gathered again in backward.
+- ``slice_inputs``: of a recomputed layer's input keep this tensor-parallel rank's slice only.
+- ``LayerPolicy.collectives``: in a layer that is not recomputed as a whole, drop what single collectives gave.
 
 Layers are sharded and parallelized after a Policy is applied, so all of this looks at a layer when it first runs. What
 turns out to have no effect is said in a warning.
@@ -46,29 +46,32 @@ def warn_of_idle_settings(policy: Policy) -> None:
     """Say which settings of a Policy can have no effect on any model."""
     whole = [settings for settings in policy.layers if settings.default == Recompute()]
     if not whole:
-        if policy.recompute_slice_activation:
-            _warn("recompute_slice_activation has no effect: no layer is recomputed as a whole")
-        if not policy.mp_comm_recompute:
-            _warn("mp_comm_recompute has no effect: no layer is recomputed as a whole")
-    if policy.recompute_slice_activation and any(settings.boundary != Keep() for settings in whole):
-        _warn("recompute_slice_activation has no effect in layers whose input is swapped: it leaves the device whole")
-    excluding = [place for place, one in enumerate(policy.layers) if one in whole and not one.recomputed_as_a_whole]
-    if policy.recompute_slice_activation and excluding:
+        if policy.communication.slice_inputs:
+            _warn("slice_inputs (recompute_slice_activation) has no effect: no layer is recomputed as a whole")
+        if not policy.communication.reissue_collectives:
+            _warn("reissue_collectives (mp_comm_recompute) has no effect: no layer is recomputed as a whole")
+    if policy.communication.slice_inputs and any(settings.boundary != Keep() for settings in whole):
         _warn(
-            f"recompute_slice_activation has no effect in layers that keep some of their operators, such as layer"
-            f" {excluding[0]}: it acts where a layer is recomputed as a whole"
+            "slice_inputs (recompute_slice_activation) has no effect in layers whose input is swapped: it leaves the"
+            " device whole"
         )
-    kept = [rule for settings in whole for rule in settings.communication if not rule.repeat]
-    if kept and policy.mp_comm_recompute:
+    excluding = [place for place, one in enumerate(policy.layers) if one in whole and not one.recomputed_as_a_whole]
+    if policy.communication.slice_inputs and excluding:
+        _warn(
+            f"slice_inputs (recompute_slice_activation) has no effect in layers that keep some of their operators, such"
+            f" as layer {excluding[0]}: it acts where a layer is recomputed as a whole"
+        )
+    kept = [rule for settings in whole for rule in settings.collectives if not rule.reissue]
+    if kept and policy.communication.reissue_collectives:
         _warn(
             f"{kept[0].pattern} (keep collective) is not carried out where the whole layer is recomputed: there"
-            " mp_comm_recompute decides, for all collectives"
+            " reissue_collectives (mp_comm_recompute) decides, for all collectives"
         )
 
 
 def keeping_collectives(plain: Function, checkpointed: Callable[..., Any], layer: nn.Module, index: int) -> Function:
     """A layer that is recomputed as a whole but for its collectives, whose results are kept."""
-    group = _Once(lambda: tensor_parallel_group(layer), "mp_comm_recompute", index)
+    group = _Once(lambda: tensor_parallel_group(layer), "reissue_collectives (mp_comm_recompute)", index)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         if group() is None:
@@ -125,14 +128,14 @@ class GatherAgain:
             layer.set_reshard_after_forward(True, recurse=False)
         else:
             _warn(
-                f"parallel_optimizer_comm_recompute has no effect in layer {self.index}: it is not sharded by"
-                " fully_shard"
+                f"reshard_after_forward (parallel_optimizer_comm_recompute) has no effect in layer {self.index}: it"
+                " is not sharded by fully_shard"
             )
 
 
 def keep_slice(forward: Function, layer: nn.Module, index: int) -> Function:
     """A layer that is recomputed as a whole and of whose input each tensor-parallel rank holds its slice only."""
-    group = _Once(lambda: tensor_parallel_group(layer), "recompute_slice_activation", index)
+    group = _Once(lambda: tensor_parallel_group(layer), "slice_inputs (recompute_slice_activation)", index)
     replicated: list[bool] = []
 
     def sliced(*args: Any, **kwargs: Any) -> Any:
@@ -144,8 +147,8 @@ def keep_slice(forward: Function, layer: nn.Module, index: int) -> Function:
             replicated.append(_is_replicated(given[0], ranks))
             if not replicated[0]:
                 _warn(
-                    f"recompute_slice_activation has no effect in layer {index}: its input is not the same on all"
-                    " tensor-parallel ranks, or cannot be cut into equal slices"
+                    f"slice_inputs (recompute_slice_activation) has no effect in layer {index}: its input is not the"
+                    " same on all tensor-parallel ranks, or cannot be cut into equal slices"
                 )
         if not replicated[0]:
             return forward(*args, **kwargs)
@@ -209,13 +212,13 @@ def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 def decide_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer, policy: Policy) -> Mapping[str, Decision]:
     """A layer's decisions by operator, with those for its collectives; says which rules re-issue nothing.
 
-    In a layer that is recomputed but for some operators, ``mp_comm_recompute: false`` keeps what collectives gave.
+    In a layer that is recomputed but for some operators, ``reissue_collectives=False`` keeps what collectives gave.
     """
     changed, idle = with_collectives(
         resolved,
         joined((call.name, call.reads) for call in kind.calls if call.communicates),
         joined((call.name, call.reads) for call in kind.calls if call.site.function is torch.cat),
-        keep_all=not policy.mp_comm_recompute and policy.layers[index].default == Recompute(),
+        keep_all=not policy.communication.reissue_collectives and policy.layers[index].default == Recompute(),
     )
     for operator in idle:
         _warn(f"the collective at {operator} of layer {index} is not repeated: none that is kept reads its output")

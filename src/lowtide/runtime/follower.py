@@ -110,7 +110,7 @@ class LayerFollower:
         """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = shared.policy.layers[index]
         self.compiled = has_compiled(layer)
-        if self.compiled and (self.settings.rules or self.settings.communication):
+        if self.compiled and (self.settings.rules or self.settings.collectives):
             raise PolicyError(
                 f"layer {index} is compiled and its operators cannot be decided one by one ({self.settings});"
                 " recompute or swap the layer as a whole, or do not compile it"

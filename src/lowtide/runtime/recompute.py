@@ -55,9 +55,9 @@ def recompute_layer(forward: Function, layer: nn.Module, policy: Policy, ledger:
         return checkpointed(args, kwargs)
 
     whole: Function = recomputed
-    if not policy.mp_comm_recompute:
+    if not policy.communication.reissue_collectives:
         whole = keeping_collectives(whole, checkpointed, layer, line.layer)
-    if policy.recompute_slice_activation and policy.layers[line.layer].boundary == Keep():
+    if policy.communication.slice_inputs and policy.layers[line.layer].boundary == Keep():
         whole = keep_slice(whole, layer, line.layer)
     return replays.captured(whole, forward)
 

@@ -56,7 +56,7 @@ def verify(
         different: list[str] = []
         known: Mapping[Structure, LayerKind] = {}
         for checked in (True, False):  # with every tensor checked on its way, and then as in training
-            handle = apply(model, policy, layers=layers, limits=limits, verify=checked, learnt=known)
+            handle = apply(model, policy, layers=layers, limits=limits, verify=checked, profiles=known)
             try:
                 for step, values in enumerate(expected):
                     handle.receipt()

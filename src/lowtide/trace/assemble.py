@@ -48,7 +48,7 @@ def assemble(
         plain = part.without_seconds()
         parts.setdefault(plain, []).append(part)
         layers.append(list(parts).index(plain))
-    # What is outside the layers is held before them: only the head's own parameters stand behind.
+    # What is outside the layers belongs to the part before them; only the head's own parameters belong after.
     behind = _static_behind(model, found, states, claimed)
     held = _static(model, states, claimed)
     held = held._replace(buffers=(*held.buffers, *backward.given.values()))
@@ -106,7 +106,7 @@ class _Cut:
             saved_in.setdefault(number, set()).add(place[1])
         self.saved_in = saved_in
         self.handed: dict[Place, list[int]] = {}
-        """What each part hands to the next beside its output, in forward, and beside its gradient in backward."""
+        """What each part hands to the next in addition to its output in forward, or its gradient in backward."""
         for number, storage in enumerate(backward.storages):
             phase, part = storage.made
             following = part + 1 if phase == "forward" else part - 1
@@ -170,7 +170,7 @@ class _Cut:
             taken_back=numbers.local(taken_back),
             handed_back=numbers.local(self.handed.get(("backward", index), [])),
             across=numbers.local(across),
-            lets_go=numbers.foreign if index == self.count else None,
+            frees_at=numbers.foreign if index == self.count else None,
             result=numbers.values.get(record.result) if index == self.count else None,
             static=static,
         )
@@ -314,7 +314,7 @@ class _Numbers:
 
 
 def _static(module: nn.Module, states: Mapping[Any, Any], claimed: set[int]) -> Static:
-    """What a module holds that nobody has claimed yet."""
+    """What a module holds and no part has claimed yet."""
     parameters = [one for one in module.parameters() if _claim(one, claimed)]
     buffers = [one for one in module.buffers() if _claim(one, claimed)]
     trained = [one for one in parameters if one.requires_grad]
@@ -328,7 +328,7 @@ def _static(module: nn.Module, states: Mapping[Any, Any], claimed: set[int]) -> 
 
 
 def _static_behind(model: nn.Module, found: Survey, states: Mapping[Any, Any], claimed: set[int]) -> Static:
-    """What the modules after the layers hold: those that stand behind them in the model."""
+    """What the modules after the layers hold: those that follow them in ``model.modules()``."""
     modules = list(model.modules())
     last = found.layers.modules[-1]
     place = max(modules.index(module) for module in last.modules())

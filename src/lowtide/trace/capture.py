@@ -40,7 +40,7 @@ def capture(
     rounds: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trace:
-    """The Trace of one micro batch of ``model``; ``run`` does its forward and returns the loss.
+    """The Trace of one micro-batch of ``model``; ``run`` does its forward and returns the loss.
 
     With fake parameters nothing is computed and no memory is taken. On a live device each kernel is timed, ``rounds``
     times, and the median counts. Parameters stay as they are; gradients are gone afterwards. Where an ``optimizer`` is
@@ -51,7 +51,7 @@ def capture(
     fake = isinstance(_mode_of(model), FakeTensorMode)
     if optimizer is not None and not fake:
         raise TraceError("the optimizer's step would change the parameters: trace it with fake tensors")
-    progress("learning the operators")
+    progress("profiling the operators")
     with _random_restored(), _mode_of(model):
         found = survey(model, run, layers=layers)
         runs = _Runs(model, run, optimizer, layers)
@@ -81,7 +81,7 @@ def capture(
 
 
 class _Runs:
-    """Runs of a micro batch, recorded."""
+    """Runs of a micro-batch, recorded."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Runs:
         try:
             with ExitStack() as stack:
                 stack.enter_context(places(self.model, self.layers, recorder))
-                stack.enter_context(recorder.listening())
+                stack.enter_context(recorder.recording())
                 yield recorder
         finally:
             if collecting:
@@ -146,7 +146,7 @@ class _Runs:
 
 
 def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:
-    """The mode that the parameters were made in, for what is made beside them."""
+    """The mode that the parameters were made in, for other tensors that are made."""
     parameter = next(model.parameters(), None)
     mode: AbstractContextManager[Any] | None = getattr(parameter, "fake_mode", None)
     if mode is None and parameter is not None:
@@ -159,8 +159,8 @@ def _check_equal(first: Recorder, *others: Recorder) -> None:
     for other in others:
         if [kernel.kind for kernel in other.kernels[: len(kinds)]] != kinds:
             raise TraceError(
-                "the model did something else in the second run than in the first: its way depends on values or on"
-                " chance, and one run cannot stand for all; give it fixed inputs, or call eval() on what changes"
+                "the model's second run diverged from its first: its control flow depends on values or on chance, and"
+                " one run does not represent all; give it fixed inputs, or call eval() on what changes"
             )
 
 

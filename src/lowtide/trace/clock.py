@@ -47,11 +47,11 @@ class Clock:
         return perf_counter() if isinstance(begin, float) else moment(begin.device)
 
     def close(self) -> None:
-        """Let go of what was copied."""
+        """Free the copies."""
         self.fillers.clear()
 
     def _occupy(self, stream: torch.Stream) -> None:
-        with DisableTorchFunction():  # trackers of calls listen
+        with DisableTorchFunction():  # or call trackers would see it
             if stream not in self.fillers:
                 self.fillers[stream] = _filler(stream.device)
             host, there = self.fillers[stream]

@@ -1,6 +1,6 @@
-"""What backward does in place where nobody listens.
+"""What backward does in place while no dispatch mode is on.
 
-Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
+Where two gradients meet, autograd adds the second into the first if nothing else holds that, but not under a mode: then
 it makes a new tensor. What was recorded is rewritten to what would happen without the mode. A first one that is a view,
 as a linear layer gives for a batch of sequences, holds its base, and a subclass is never added to: there autograd makes
 a new tensor in any case. Some nodes fill zeros with what they were given, and under a mode they make a new tensor too.
@@ -15,7 +15,7 @@ __all__ = ["change_in_place"]
 
 
 def change_in_place(recorder: Recorder) -> None:
-    """Write what backward does as it is where no mode is: in place, where nobody else holds what is changed."""
+    """Rewrite backward to what happens without a mode: in place, where nothing else holds what is changed."""
     same: dict[int, int] = {}
 
     def now(number: int) -> int:

@@ -1,8 +1,8 @@
-"""Find the phases of a training step that somebody else runs, so that its first micro batch can be written down.
+"""Find the phases of a training step that the user's code runs, so that its first micro-batch can be recorded.
 
 [Note: whose step it is]
-Nobody tells when forward begins and backward ends; there may be several micro batches, one after the other or, in a
-pipeline, in each other's way. What is written down:
+The user's loop does not say when forward begins and backward ends; there may be several micro-batches, one after the
+other or, in a pipeline, interleaved. What is recorded:
 
 - forward: from the first call of the model, until backward begins or the model is called again; of a model that does
   not compute the loss, until the call ends.
@@ -10,7 +10,7 @@ pipeline, in each other's way. What is written down:
   gradients of parameters apart. It lasts until the engine has run what was to be run at the end; sharded parameters
   have something there. Callbacks run in the order they were asked for: we ask at every layer, and the last one counts.
 - the optimizers' steps, and what runs between the last backward and them, such as clipping. That it was the last one
-  shows only afterwards: what was written down after another is taken back.
+  shows only afterwards: what was recorded after an earlier one is discarded.
 
 In between the recorder is paused: what is saved for backward is still held its way, and nothing is written down.
 """
@@ -45,13 +45,13 @@ class Phases:
         self.backward: Place = ("backward", recorder.last)
         """Where backward is, or goes on."""
         self.asked = 0
-        """How often we asked to be told of the end of backward, less how often we were."""
+        """How many callbacks for the end of backward were queued and have not run yet."""
         self.backward_ran = False
         """Whether a backward of any kind ran since the model did, or an optimizer."""
         self.optimizing: Mark | None = None
         """Where what may be the optimizer's began; None if nothing has, or if it has proved to be."""
-        self.told = True
-        """Whether we were told of what the model saved; not if other people's hooks were."""
+        self.intercepted = True
+        """Whether our hooks saw what the model saved; not if the user's own were on top."""
         self.whole = False
         """Whether a forward and its backward were seen."""
         recorder.attend = self._attend
@@ -61,7 +61,7 @@ class Phases:
     def following(self) -> Iterator[None]:
         """Follow the step that runs inside this context. Enter it after other hooks of the model are there.
 
-        Whoever has hooks on the optimizers tells of their steps: see :meth:`optimizer_begins`.
+        The caller has hooks on the optimizers and reports their steps: see :meth:`optimizer_begins`.
         """
         hooks: list[Any] = []
         begins, ends = Hook(self._model_begins), Hook(self._model_ends)
@@ -83,7 +83,7 @@ class Phases:
         self._not_optimizing()
         self.backward_ran = False
         if self.now == "forward":
-            self._pause()  # another micro batch
+            self._pause()  # another micro-batch
         if self.now != "before" or not torch.is_grad_enabled():
             return
         recorder = self.recorder
@@ -93,15 +93,15 @@ class Phases:
         recorder.paused, self.now = False, "forward"
         recorder.move("forward", -1)
         for gradient in self._gradients():
-            recorder.learn(gradient)  # of the step before: it may go before backward, or stay
+            recorder.see(gradient)  # of the step before: it may go before backward, or stay
         given = tensors_of((args, kwargs))
         self.given = tuple(given[0].shape) if given else ()
         for tensor in given:
             if tensor.requires_grad:
-                recorder.learn(tensor)  # a pipeline stage's input: what runs before this stage has made it
+                recorder.see(tensor)  # a pipeline stage's input: what runs before this stage has made it
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.told &= self.now != "forward" or self.recorder.is_told
+        self.intercepted &= self.now != "forward" or self.recorder.is_intercepting
         if self.now == "forward" and not self.last:
             self._pause()
 

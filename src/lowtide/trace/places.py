@@ -1,4 +1,4 @@
-"""Tell a recorder where a model is: which layer runs, which operator, and which gradient backward has come to."""
+"""Report to a recorder where a model is: which layer runs, which operator, and which gradient backward has reached."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def places(model: nn.Module, layers: Sequence[nn.Module], recorder: Recorder) ->
 
 
 class _Operators:
-    """Tells the recorder which operator runs."""
+    """Reports to the recorder which operator runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -93,7 +93,7 @@ class _Begin:
         if not recorder.in_forward:
             return
         given = tensors_of((args, kwargs))
-        with DisableTorchFunction():  # the root's tracker listens
+        with DisableTorchFunction():  # or the root's tracker would see it
             if given:
                 recorder.passed[index - 1] = recorder.number(given[0])
                 if index == 0 and given[0].requires_grad:
@@ -145,5 +145,5 @@ class _Gradient:
 
     def __call__(self, gradient: Tensor) -> None:
         self.recorder.attend("gradient")
-        self.recorder.passed_back[self.part] = self.recorder.learn(gradient)
+        self.recorder.passed_back[self.part] = self.recorder.see(gradient)
         self.recorder.move("backward", self.part)

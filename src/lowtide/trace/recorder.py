@@ -3,7 +3,7 @@
 [Note: recording]
 A TorchDispatchMode sees the kernels, in forward and, since it is active on autograd's threads too, in backward. A
 storage is known from the first kernel that returns it; a weak reference to the storage object says when it ends, at
-the very moment, whoever held it last. What autograd saves goes through hooks.
+the very moment, whatever held it last. What autograd saves goes through hooks.
 
 In forward the recorder wants to see how long the program itself holds a storage, as if nothing were saved. So with fake
 tensors a hook keeps only a tensor's shape, and makes another fake tensor when backward asks for it: one run shows both.
@@ -11,7 +11,7 @@ Real tensors are needed in backward. They can be held somewhere else meanwhile, 
 too one run shows both. If they stay where they are, one run saves nothing and shows the forward, and a second one shows
 the backward; both do the same, and the recorder checks that they do.
 
-Where two gradients meet, autograd adds the second into the first if nobody else holds that, but not under a mode: then
+Where two gradients meet, autograd adds the second into the first if nothing else holds that, but not under a mode: then
 it makes a new tensor. The recorder sees that it happens outside of every node; see :mod:`lowtide.trace.in_place`.
 
 Sharded parameters are freed by resizing their storage, which is no kernel: that is watched apart.
@@ -111,7 +111,7 @@ class Mark(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Listens to one micro batch: enter it, say where we are with :meth:`move`, run."""
+    """Records one micro-batch: enter it, say where the model is with :meth:`move`, run."""
 
     def __init__(
         self,
@@ -124,20 +124,19 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.device = device
-        """The kind of device that is looked at: what another one, such as the host beside it, holds and does is not
-        written down."""
+        """The kind of device that is recorded: what another, such as the host, holds and does is left out."""
         self.hooks = self.pack
         """What is on torch's stack of hooks."""
         self.hold = hold
         """How what is saved for backward is held; None: not at all, and then there is no backward."""
         self.written = written
-        """Told of what a kernel has written into: it may have been saved before."""
+        """Called with what a kernel has written into: it may have been saved before."""
         self.clock = Clock() if timed else None
         self.formulas = Formulas(self)
         self.paused = False
         """Whether what happens now is not to be written down."""
         self.attend: Callable[[Occasion], None] = lambda occasion: None
-        """Told before a kernel runs and where backward comes to something that was written down: see
+        """Called before a kernel runs and where backward reaches something that was recorded: see
         :mod:`lowtide.trace.phases`."""
         self.streams: dict[Place, list[Event]] = {}
         self.storages: list[Storage] = []
@@ -154,7 +153,7 @@ class Recorder(TorchDispatchMode):
         self.result = -1
         """The storage of the model's own output."""
         self.managed: set[int] = set()
-        """The keys of storages that somebody frees by hand, whoever holds them: gathered parameters."""
+        """The keys of storages that are freed by hand, whatever still holds them: gathered parameters."""
         self.gradients: set[int] = set()
         """The storages that became gradients of parameters."""
         self.passed: dict[int, int] = {}
@@ -196,8 +195,8 @@ class Recorder(TorchDispatchMode):
         self.events.append((what, number))
 
     @contextmanager
-    def listening(self) -> Iterator[Recorder]:
-        """Listen to all that runs inside."""
+    def recording(self) -> Iterator[Recorder]:
+        """Record all that runs inside."""
         try:
             resize_watchers.add(self._around_resize)
             insert_saved_tensors_hooks(self.hooks, self.unpack)
@@ -210,15 +209,15 @@ class Recorder(TorchDispatchMode):
                 self.clock.close()
 
     def take_off(self) -> None:
-        """Listen no longer; nothing if we did not."""
+        """Stop recording; does nothing if it is not on."""
         remove_dispatch_mode(self)
         self.formulas.settle()
         remove_saved_tensors_hooks(self.hooks)
         resize_watchers.remove(self._around_resize)
 
     @property
-    def is_told(self) -> bool:
-        """Whether we are told of what is saved now; other people's hooks may be asked instead."""
+    def is_intercepting(self) -> bool:
+        """Whether our hooks see what is saved now; the user's own may be on top."""
         return hooks_on_top(self.hooks)
 
     # Which operator runs.
@@ -259,7 +258,7 @@ class Recorder(TorchDispatchMode):
         """The storage's number; -1 for one that was there before, and for a parameter's."""
         return self.known.get(storage_key(tensor), -1)
 
-    def learn(self, tensor: Tensor) -> int:
+    def see(self, tensor: Tensor) -> int:
         """A storage is seen: if for the first time, it was made now."""
         storage = storage_of(tensor)
         key = storage._cdata
@@ -268,7 +267,7 @@ class Recorder(TorchDispatchMode):
         return self._begun(storage, storage.nbytes())
 
     def _was_there(self, tensor: Tensor) -> None:
-        """If nobody knows a storage, somebody outside holds it; unless it ends here, it stays over the step."""
+        """A storage that is not known is held outside; unless it is freed here, it stays over the step."""
         storage = storage_of(tensor)
         key = storage._cdata
         known = key in self.known or key in self.static or key in self.given
@@ -339,7 +338,7 @@ class Recorder(TorchDispatchMode):
             return result
         if any(getattr(kind, "__name__", "") in _WRAPPERS for kind in types):
             self.wrapped = True
-            return NotImplemented  # let the subclass take itself apart: its plain tensors come back here
+            return NotImplemented  # the subclass unwraps itself: its plain tensors are dispatched here next
         wrapped, self.wrapped = self.wrapped, False
         begin = self.clock.begin(args, kwargs) if self.clock is not None else None
         result = func(*args, **kwargs)
@@ -358,7 +357,7 @@ class Recorder(TorchDispatchMode):
         if not any(map(self._is_here, [*given, *made])):
             return result
         for tensor in made:
-            self.learn(tensor)
+            self.see(tensor)
         ranks, message = communication(func, args, kwargs, [*given, *made])
         if ranks:
             changed = changed or made  # a collective's schema does not say what it fills
@@ -423,7 +422,7 @@ class Recorder(TorchDispatchMode):
                 self.references.pop(key, None)
 
     def take_seed(self) -> list[Event]:
-        """Take back the last that was written down if it made the gradient that a backward begins with.
+        """Discard the last event if it made the gradient that a backward begins with.
 
         That runs before the engine does: it was taken to be of the forward.
         """
@@ -470,7 +469,7 @@ class Recorder(TorchDispatchMode):
         number = self.saved[saved.number][0] if saved.number >= 0 else -1
         key = storage_key(tensor)
         if number >= 0 and key not in self.known and key not in self.static:
-            # A made-up storage stands for the one that was saved, as long as it lives.
+            # An invented storage represents the one that was saved, as long as it lives.
             self.known[key] = number
             storage = storage_of(tensor)
             self.references[key] = weakref.ref(storage, lambda _: self.known.pop(key, None))
@@ -478,7 +477,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Saved:
-    """What autograd holds in place of a saved tensor. When it ends, autograd has let go."""
+    """What autograd holds in place of a saved tensor. When it is finalized, autograd has freed it."""
 
     __slots__ = ("number", "recorder", "tensor")
 

@@ -1,4 +1,4 @@
-"""The Trace: what one rank of a model does and holds in one micro batch, as plain data in a file.
+"""The Trace: what one rank of a model does and holds in one micro-batch, as plain data in a file.
 
 A model is cut into parts: what runs before the layers, the layers, and what runs after them, the loss included. Layers
 that do exactly the same share one part. A part is two streams of events, one of its forward and one of its backward,
@@ -19,10 +19,10 @@ what        the number    meaning
                           nothing were saved for backward
 ``save``    ``packs``     autograd saves a tensor (forward only)
 ``use``     ``packs``     autograd asks for a saved tensor (backward only)
-``done``    ``packs``     autograd lets go of it (backward only)
+``done``    ``packs``     autograd frees it (backward only)
 ==========  ============  ==============================================================================
 
-A storage that is saved and kept is free when the program has let go of it and every pack of it is done.
+A storage that is saved and kept is free when the program no longer holds it and every pack of it is done.
 
 Storages cross from part to part in four places, which a part names: its ``input`` is the output of the part before and
 its ``output`` the input of the next; its ``output_gradient`` comes from the part that runs before it in backward, and
@@ -81,7 +81,7 @@ class TracedOperator(NamedTuple):
     random: bool = False
     """Whether it draws random numbers."""
     repeatable: bool = True
-    """Whether its call can be repeated."""
+    """Whether its call can be replayed."""
     consumers: tuple[str, ...] = ()
     """The operators that read its value."""
     aliases: tuple[str, ...] = ()
@@ -98,11 +98,11 @@ class Value(NamedTuple):
     source: Source = "operator"
     """Whose value it is."""
     gradient: bool = False
-    """Whether it becomes a parameter's gradient, which outlives the micro batch. In the second and later micro batches
+    """Whether it becomes a parameter's gradient, which outlives the micro-batch. In the second and later micro-batches
     of a step it is added to the one that is there and freed at once."""
     until: Literal["", "forward", "backward"] = ""
     """For what is made in forward and freed outside of the part: when the whole forward, or the whole backward, of the
-    micro batch has ended. Rotary tables are such, and weights that autocast has cast."""
+    micro-batch has ended. Rotary tables are such, and weights that autocast has cast."""
 
 
 class Kernel(NamedTuple):
@@ -208,7 +208,7 @@ class Part:
     across: tuple[int, ...] = ()
     """Values that ``before`` makes and ``after`` frees in forward, in the same order in both. Where a pipeline parts
     the two, ``Value.until`` holds."""
-    lets_go: int | None = None
+    frees_at: int | None = None
     """In ``after``: how many of its forward events come before the layers' values that live until the end of forward
     are freed, such as weights that autocast has cast."""
     result: int | None = None
@@ -247,7 +247,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one rank of a model does and holds in one micro batch."""
+    """What one rank of a model does and holds in one micro-batch."""
 
     model: str
     """What was traced, for people: ``llama3-8b``."""
@@ -260,11 +260,11 @@ class Trace:
     after: Part
     """What runs after them, the loss included."""
     optimizer: Part = field(default_factory=lambda: Part(name="optimizer"))
-    """The optimizer's step, in its ``forward``: what it needs beside its states."""
+    """The optimizer's step, in its ``forward``: what it needs in addition to its states."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """The ranks it was traced for: ``dp``, ``tp``, ``ep`` and so on; the pipeline is the planner's."""
     batch: Mapping[str, int] = field(default_factory=dict)
-    """``samples`` and ``tokens`` of a micro batch."""
+    """``samples`` and ``tokens`` of a micro-batch."""
     device: str = "cpu"
     """Whose kernels these are."""
     measured: bool = False
@@ -277,17 +277,8 @@ class Trace:
 
     @property
     def catalogue(self) -> Catalogue:
-        """The operators of every layer and of the root.
-
-        The first stage of a pipeline and the last number their root's operators apart, so both may have a ``cat``: a
-        Policy means both with it.
-        """
-        root: dict[str, Operator] = {}
-        for one in (*self.before.catalogue, *self.after.catalogue):
-            known = root.get(one.name, one)
-            consumers = tuple(dict.fromkeys((*known.consumers, *one.consumers)))
-            root[one.name] = known._replace(consumers=consumers)
-        return Catalogue(tuple(self.parts[place].catalogue for place in self.layers), tuple(root.values()))
+        """The operators of every layer."""
+        return Catalogue(tuple(self.parts[place].catalogue for place in self.layers))
 
     @cached_property
     def digest(self) -> str:

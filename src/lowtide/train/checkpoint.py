@@ -2,13 +2,13 @@
 
 [Note: who commits, and when]
 torch's distributed checkpoint runs a save in this order: every rank writes its files; the ranks report to rank 0; rank
-0 writes ``.metadata``; rank 0 tells the others. Our writer adds to two of these places and needs no message of its own.
-A rank leaves its manifest of checksums before it reports. Rank 0 writes the marker after ``.metadata``, when all have
-reported. If a rank dies before it has reported, rank 0's gathering fails, and the directory never gets a marker.
+0 writes ``.metadata``; rank 0 informs the others. Our writer adds to two of these steps and needs no message of its
+own. A rank leaves its manifest of checksums before it reports. Rank 0 writes the marker after ``.metadata``, when all
+have reported. If a rank dies before it has reported, rank 0's gathering fails, and the directory never gets a marker.
 
 In an asynchronous save all of this happens on a thread, over a gloo group that nothing else uses while a save is under
 way: every method that speaks over it first waits for that save. So each rank's messages on the group come in the same
-order. The step itself waits for the copy to host memory only, and for nobody else.
+order. The step itself waits only for the copy to host memory, and for no other rank.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Checkpoints:
             self._clean([])
 
     def poll(self) -> bool:
-        """Whether no save is under way. Asks nobody and waits for nobody; an error of a finished save is raised."""
+        """Whether no save is under way. Does not communicate and does not wait; an error of a finished save is
+        raised."""
         if self._flight is None:
             return True
         if not self._flight[1].done():
@@ -181,8 +182,8 @@ class Checkpoints:
     def resume(self, state: TrainState) -> Path | None:
         """Load the newest checkpoint that is not damaged, and say which; None if there is no checkpoint at all.
 
-        Raises:
-            CheckpointError: all are damaged (the run must not begin anew unseen), or the newest does not fit the model.
+        Raises: CheckpointError: all are damaged (the run must not silently start over), or the newest does not fit the
+        model.
         """
         self.wait()
         for path, marker in self._candidates(checksums=True):
@@ -218,7 +219,7 @@ class Checkpoints:
         if unusable:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} can be used: {_names_of(unusable)} are damaged, see the logs; "
-                "to begin anew all the same, move them away"
+                "to start over all the same, move them away"
             )
 
     def _candidates(self, *, checksums: bool) -> Iterator[tuple[Path, Marker]]:

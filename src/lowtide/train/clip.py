@@ -6,9 +6,9 @@ divided by the number of ranks that hold the very same part, and one all-reduce 
 the square of the norm. So each element counts once, the number of collectives does not depend on the number of
 parameters, of meshes or of ranks, and nothing waits for the device.
 
-How many ranks hold a part: a parameter is known to all ranks of its pipeline stage. Those are divided by each mesh
-dimension that it is sharded on, and by the expert-parallel ranks for experts whose tensors do not show it. What remains
-is the number of equal copies, made by data parallel or because a tensor-parallel weight is replicated.
+How many ranks hold a part: a parameter is known to all ranks of its pipeline stage. Their number is divided by each
+mesh dimension that it is sharded on, and by the expert-parallel ranks for experts whose tensors do not show it. What
+remains is the number of equal copies, made by data parallel or because a tensor-parallel weight is replicated.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def global_norm(
         copies, rest = divmod(ranks // stages, shards)
         if rest or not copies:
             raise ModelError(
-                f"a parameter of shape {tuple(parameter.shape)} is divided into {shards} parts, on {ranks} ranks with "
+                f"a parameter of shape {tuple(parameter.shape)} is sharded into {shards} parts, on {ranks} ranks with "
                 f"{stages} pipeline stages; expected a number of parts that divides {ranks // stages}: check `stages`, "
                 "`expert_ranks` and `group`"
             )
@@ -92,7 +92,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _shards(parameter: nn.Parameter) -> int:
-    """Among how many ranks the parts of a gradient are divided, as far as the tensor tells."""
+    """Over how many ranks a gradient is sharded, as far as the tensor shows."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return 1

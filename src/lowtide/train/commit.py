@@ -51,7 +51,7 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file as it was written."""
+    """A file that was written."""
 
     bytes: int
     """Its size."""

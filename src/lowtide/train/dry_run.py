@@ -111,7 +111,7 @@ def _show(plan: dict[str, Any]) -> None:
     console.print(processes + (f": {degrees}" if degrees else ""))
     console.print(
         f"a step: {plan['samples_per_step']} samples, {plan['tokens_per_step']:,} tokens"
-        f" ({plan['batch_size']} x {plan['micro_steps']} micro steps); parameters {plan['parameters']}, matrix products"
+        f" ({plan['batch_size']} x {plan['micro_steps']} micro-steps); parameters {plan['parameters']}, matrix products"
         f" {plan['compute']}" + (f"; schedule {plan['schedule']}" if plan["schedule"] else "")
     )
     table = Table(box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Losses beside the main one, and what routers need in each step: weigh them, move biases, tell the load."""
+"""Auxiliary losses, and what routers need in each step: weigh the losses, move biases, report the load."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ExpertLoad:
         self.parts = [part for part in parts if auxiliaries_of(part)]
         self.data, self.device, self.layers, self.experts = data, device, layers, experts
         self.capacity: float | None = None
-        """The capacity factor that drop rates are told for; None to tell none."""
+        """The capacity factor that drop rates are reported for; None to report none."""
 
     def begin(self, scale: float) -> None:
-        """A step begins; a micro batch's loss is multiplied by ``scale`` before backward."""
+        """A step begins; a micro-batch's loss is multiplied by ``scale`` before backward."""
         for part in self.parts:
             reset_expert_counts(part)
             set_auxiliary_scale(part, scale)
@@ -37,7 +37,7 @@ class ExpertLoad:
         """How the routers' biases are to move after the step: experts with too much load get a lower one."""
         return [change for part in self.parts for change in expert_bias_changes(part, self.data)]
 
-    def told(self) -> Tensor:
+    def reported(self) -> Tensor:
         """What ranks add up, in one vector: routers' losses, prediction layers', then each layer's drop rate."""
         losses = torch.zeros(2, device=self.device)
         for part in self.parts:
@@ -54,13 +54,13 @@ class ExpertLoad:
                 fractions[layer] = found
         return torch.cat((losses, summed_drop_rates(fractions, self.capacity).flatten()))
 
-    def losses(self, told: Tensor, micro_steps: int) -> dict[str, float]:
-        """The losses beside the main one by name, from what all ranks told together."""
+    def losses(self, reported: Tensor, micro_steps: int) -> dict[str, float]:
+        """The auxiliary losses by name, from the sum of what all ranks reported."""
         if not self.parts:
             return {}
-        auxiliary, predicted = (told[:2] / micro_steps).tolist()
+        auxiliary, predicted = (reported[:2] / micro_steps).tolist()
         return {"auxiliary": auxiliary, **({"mtp": predicted} if predicted else {})}
 
-    def drop_rates(self, told: Tensor) -> dict[int, float]:
-        """The drop rate of each layer that routed anything, from what all ranks told together."""
-        return mean_drop_rates(told[2:].view(-1, 2)) if self.capacity is not None else {}
+    def drop_rates(self, reported: Tensor) -> dict[int, float]:
+        """The drop rate of each layer that routed anything, from the sum of what all ranks reported."""
+        return mean_drop_rates(reported[2:].view(-1, 2)) if self.capacity is not None else {}

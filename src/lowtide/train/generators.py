@@ -39,7 +39,7 @@ def restore(captured: Tensor) -> None:
 
 
 def reseed(seed: int) -> None:
-    """Begin all generators anew from one seed."""
+    """Reseed all generators from one seed."""
     torch.manual_seed(seed)  # the device's too
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -1,4 +1,4 @@
-"""One rank's share of a run, built: its parts of the model, divided and decided, and its optimizers."""
+"""One rank's share of a run, built: its parts of the model, sharded and with the Policy applied, and its optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import Meshes
-from lowtide.train.parallel import divide_experts, divide_matrices, share_data
+from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 
@@ -53,7 +53,7 @@ class Job:
 
 
 def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
-    """Build this rank's share. Nothing is allocated before it is divided, except a model of transformers."""
+    """Build this rank's share. Nothing is allocated before it is sharded, except a model of transformers."""
     if settings.top_level.pretrained_model_dir:
         return _build_hugging_face(run, settings, policy, meshes)
     shape = shape_of(settings)
@@ -66,7 +66,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
     if shape.tie_word_embeddings and (run.degrees.pipeline > 1 or run.degrees.tensor > 1):
         raise ConfigError(
             "tie_word_embeddings is true: the embedding and the head share weights, which pipeline and tensor parallel"
-            " would divide differently; write false, or use data parallel only"
+            " would shard differently; write false, or use data parallel only"
         )
     if shape.prediction_layers:
         if run.degrees.tensor > 1:
@@ -82,14 +82,14 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             whole = stage.total == 1
             model = build_model(shape, layers=None if whole else stage.layers, first=stage.first, last=stage.last)
         model = model.to(getattr(torch, run.precision.parameters))
-        divide_matrices(model, run, meshes)
-        divide_experts(model, meshes)
+        apply_tensor_parallel(model, run, meshes)
+        apply_expert_parallel(model, meshes)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
-            handles.append((stage, apply(model, mine, layers="layers", partial=stage.total > 1)))
+            handles.append((stage, apply(model, mine, layers="layers", allow_unmatched=stage.total > 1)))
         models.append(model)
     for model in models:
-        share_data(model, model.layers.values(), run, meshes)
+        apply_fsdp(model, model.layers.values(), run, meshes)
         model.to_empty(device=meshes.device)
         initialise(model, seed=run.seed)
     return Job(
@@ -117,7 +117,7 @@ def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, mes
     layers = find_layers(model)
     (stage,) = stages_of(run.placement, 0)
     handles = [(stage, apply(model, policy, layers=layers.path))] if policy is not None else []
-    share_data(model, layers.modules, run, meshes)
+    apply_fsdp(model, layers.modules, run, meshes)
     return Job(
         stages=(stage,),
         models=(model,),

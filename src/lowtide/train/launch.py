@@ -80,7 +80,7 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     say = say or _to_stderr
-    if level_of() > logging.DEBUG:  # a failure is told below, with the rank's own words
+    if level_of() > logging.DEBUG:  # a failure is reported below, with the rank's own message
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     before = dict(os.environ)
     os.environ[LAUNCHER] = str(os.getpid())
@@ -107,7 +107,7 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
             say(f"ended by {error.sigval.name}; every rank was ended with it")
             return 128 + int(error.sigval)
         except RendezvousClosedError:
-            say("error: another node gave up, and this one with it; its output says why")
+            say("error: another node failed, and this one stops with it; the other's output says why")
             return 1
         except (RendezvousError, RuntimeError, OSError) as error:
             if settings.nodes == 1:
@@ -132,7 +132,7 @@ def launched() -> bool:
 
 
 def tie_to_launcher() -> None:
-    """End this rank when its launcher is gone, however it went: a rank nobody watches would train on for nothing.
+    """End this rank when its launcher is gone, however it ended: an unattended rank would train on for nothing.
 
     Does nothing where :func:`launch` did not start the process, or the system is not Linux.
     """
@@ -148,7 +148,7 @@ def tie_to_launcher() -> None:
 
 
 def _rendezvous(settings: Launch) -> dict[str, Any]:
-    """One node meets itself on a port that is free; several meet where they were told, each at its own rank."""
+    """One node meets itself on a port that is free; several meet at the given address, each with its own rank."""
     from lowtide.train.rendezvous import BACKEND, local_address, register
 
     register()

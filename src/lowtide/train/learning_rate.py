@@ -27,7 +27,7 @@ SMALL_END = 1e-7
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that learn at the same rate."""
+    """Parameters with the same learning rate."""
 
     schedule: Schedule
     """The rate of a step."""

@@ -37,7 +37,7 @@ class Logs:
     _before: tuple[int, bool]
 
     def close(self) -> None:
-        """Leave the logger as it was."""
+        """Restore the logger."""
         logger = logging.getLogger("lowtide")
         for handler in self._handlers:
             logger.removeHandler(handler)
@@ -134,7 +134,7 @@ def _redirect(file: Path, *, everything: bool) -> None:
     """Point this process's standard streams at the log, for what C++ prints too."""
     sys.stderr.flush()
     sys.stdout.flush()
-    # Appending, as the logging handler does: the system then puts every write at the end, whoever writes.
+    # Appending, as the logging handler does: the system then puts every write at the end, whichever process writes.
     log = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 2)
     if everything:
@@ -143,7 +143,7 @@ def _redirect(file: Path, *, everything: bool) -> None:
 
 
 def _put_aside(file: Path) -> None:
-    """Rename the log of an earlier run; only this rank writes this file, so nobody is in the way."""
+    """Rename the log of an earlier run; only this rank writes this file, so there is no race."""
     if not file.exists():
         return
     number = 1

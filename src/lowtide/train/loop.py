@@ -50,10 +50,10 @@ __all__ = ["Loop"]
 logger = logging.getLogger(__name__)
 
 RECEIPT_EVERY = 100
-"""Steps between two receipts. The second step has one too: in the first, some layers are still being learnt."""
+"""Steps between two receipts. The second step has one too: in the first, some layers are still being profiled."""
 
 WATCHDOG_SECONDS = 1800.0
-"""How long a rank may stand still, unless the command line says otherwise."""
+"""How long a rank may make no progress, unless the command line says otherwise."""
 
 
 class Loop:
@@ -216,13 +216,13 @@ class Loop:
         return self._record(step, outcome, rate, time.perf_counter() - begin)
 
     def _adapted(self, adaptive: Adaptive, batches: Sequence[Batch]) -> Outcome:
-        """The step, which may be run more than once: see [Note: a step that is run again]."""
+        """The step, which may be run more than once: see [Note: a step that is retried]."""
         outcome = adaptive.step(lambda: self.step(batches))
         assert outcome is not None
         return outcome
 
     def _at(self, phase: str) -> None:
-        """Note where this rank stands, for when the job hangs."""
+        """Note where this rank is, for when the job hangs."""
         if self.watchdog is not None:
             self.watchdog.at(phase, self.number)
 
@@ -296,7 +296,7 @@ class Loop:
 
 
 def _watchdog(options: TrainOptions, directory: RunDirectory) -> Watchdog | None:
-    """Not unless hangs are to be told of; the file of a rank is small and written only then."""
+    """None unless hangs are to be reported; a rank's file is small and is written only then."""
     if options.watchdog == 0:
         return None
     return Watchdog(
@@ -304,7 +304,7 @@ def _watchdog(options: TrainOptions, directory: RunDirectory) -> Watchdog | None
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         timeout=WATCHDOG_SECONDS if options.watchdog is None else options.watchdog,
-        end=options.redirect,  # whoever started the ranks starts them again
+        end=options.redirect,  # the launcher restarts the ranks
     )
 
 

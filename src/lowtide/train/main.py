@@ -146,7 +146,7 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
     degrees = run.degrees
     logger.info(
         "ranks: %d; data %d (replicate %d x shard %d), tensor %d, pipeline %d, expert %d; %d samples a step"
-        " (%d x %d micro steps x %d ranks); %s %s",
+        " (%d x %d micro-steps x %d ranks); %s %s",
         degrees.world,
         degrees.data,
         degrees.replicate,

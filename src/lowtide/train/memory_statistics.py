@@ -56,8 +56,8 @@ def memory_statistics(receipts: Iterable[Receipt] = ()) -> list[str]:
             stall += one.stall_seconds
     if moved or freed or kept:
         lines.append(
-            f"Activations in all steps: {format_bytes(moved)} moved to the host, {format_bytes(freed)} let go before"
-            f" backward, {format_bytes(kept)} kept that were to leave, {stall:.3f} s waited for copies"
+            f"Activations in all steps: {format_bytes(moved)} moved to the host, {format_bytes(freed)} freed before"
+            f" backward, {format_bytes(kept)} kept that were to be offloaded, {stall:.3f} s waited for copies"
         )
     return lines
 

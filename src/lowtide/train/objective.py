@@ -1,4 +1,4 @@
-"""The loss of a micro batch, weighed so that all micro batches of all ranks add up to the step's loss."""
+"""The loss of a micro-batch, weighed so that all micro-batches of all ranks add up to the step's loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Objective:
         self.scale = 1.0
 
     def begin(self, labels: Sequence[Tensor], scale: float) -> None:
-        """A step begins: ``labels`` of all its micro batches on this rank, and the factor on the loss."""
+        """A step begins: ``labels`` of all its micro-batches on this rank, and the factor on the loss."""
         self.scale = scale
         if self.run.update.per_token_loss:
             tokens = torch.stack([(one != LEFT_OUT).sum() for one in labels]).sum().to(torch.float32)
@@ -38,11 +38,11 @@ class Objective:
 
     @property
     def weight(self) -> float:
-        """What the mean loss of a micro batch is multiplied by."""
+        """What the mean loss of a micro-batch is multiplied by."""
         return self.scale * self.ranks / self.run.micro_steps
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The weighed loss of one micro batch; its backward gives the gradients."""
+        """The weighed loss of one micro-batch; its backward gives the gradients."""
         flat = labels.flatten()
         total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=LEFT_OUT, reduction="sum")
         if self.per_token is not None:

@@ -59,7 +59,7 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     rates: list[tuple[dict[str, Any], Schedule]] = []
     for part in parts:
-        # One kernel updates a whole group, so its parameters must be divided over the same ranks.
+        # One kernel updates a whole group, so its parameters must be sharded over the same ranks.
         groups: dict[tuple[Schedule, bool, DeviceMesh | None], list[nn.Parameter]] = {}
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:

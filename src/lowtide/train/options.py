@@ -1,4 +1,4 @@
-"""How one run is asked for on the command line, beside its file."""
+"""What the command line says about a run, in addition to its file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainOptions:
     fresh: bool = False
     """Move an earlier run in the run directory aside and start from the beginning."""
     watchdog: float | None = None
-    """Seconds without progress after which each rank says where it stands; 0 for never; None for the default."""
+    """Seconds without progress after which each rank says where it is stuck; 0 for never; None for the default."""
     track: tuple[str, ...] = ()
     """Who else gets each step's numbers: ``tensorboard``, ``wandb``."""
     timeout: float = 900.0

@@ -1,4 +1,4 @@
-"""Divide a model over ranks: tensor parallel, expert parallel, then FSDP2 or DDP."""
+"""Shard a model over ranks: tensor parallel, expert parallel, then FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowtide.models.moe import Experts, MixtureOfExperts, distribute_experts
 from lowtide.train.mesh import Meshes
 from lowtide.train.run import Division
 
-__all__ = ["divide_experts", "divide_matrices", "share_data"]
+__all__ = ["apply_expert_parallel", "apply_fsdp", "apply_tensor_parallel"]
 
 _COLUMNS = (
     "attention.wq",
@@ -37,13 +37,13 @@ _COLUMNS = (
     "feed_forward.shared_experts.w1",
     "feed_forward.shared_experts.w3",
 )
-"""Matrices of a layer whose outputs are divided, where it has them."""
+"""Matrices of a layer whose outputs are sharded, where it has them."""
 _ROWS = ("attention.wo", "attention.linear_proj", "feed_forward.w2", "feed_forward.shared_experts.w2")
-"""Matrices of a layer whose inputs are divided."""
+"""Matrices of a layer whose inputs are sharded."""
 _NORMS = ("attention_norm", "ffn_norm")
 
 
-def divide_matrices(model: Decoder, run: Division, meshes: Meshes) -> None:
+def apply_tensor_parallel(model: Decoder, run: Division, meshes: Meshes) -> None:
     """Tensor parallel, with sequence parallel between the matrices if the run asks for it."""
     if run.degrees.tensor == 1:
         return
@@ -60,7 +60,7 @@ def divide_matrices(model: Decoder, run: Division, meshes: Meshes) -> None:
         routed = isinstance(layer.feed_forward, MixtureOfExperts)
         plan: dict[str, Any] = dict.fromkeys(_COLUMNS, ColwiseParallel())
         plan.update(dict.fromkeys(_ROWS, RowwiseParallel(output_layouts=between)))
-        # Routed experts are whole on every rank: their block's output is joined, and divided again behind it.
+        # Routed experts are whole on every rank: their block's output is gathered, and sharded again after it.
         plan["feed_forward.shared_experts.w2"] = RowwiseParallel(output_layouts=Replicate())
         # A norm over each head sees this rank's heads only: its gradient is a sum over ranks.
         plan.update(
@@ -78,8 +78,8 @@ def divide_matrices(model: Decoder, run: Division, meshes: Meshes) -> None:
             )
         parallelize_module(layer, mesh, _present(layer, plan))
         if sequence and routed:
-            divided = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-            parallelize_module(layer, mesh, {"feed_forward": divided})
+            sharded = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+            parallelize_module(layer, mesh, {"feed_forward": sharded})
         if isinstance(layer.attention, LatentAttention):
             layer.attention.tensor_mesh = mesh
 
@@ -89,14 +89,14 @@ def _present(module: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     return {name: style for name, style in plan.items() if name in names}
 
 
-def divide_experts(model: Decoder, meshes: Meshes) -> None:
+def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
     """Expert parallel: each rank keeps its share of the experts of every layer."""
     if meshes.expert is not None:
         distribute_experts(model, meshes.expert)
 
 
-def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Division, meshes: Meshes) -> None:
-    """Share parameters over data-parallel ranks (FSDP2), layer by layer, if the run asks for it."""
+def apply_fsdp(model: nn.Module, layers: Iterable[nn.Module], run: Division, meshes: Meshes) -> None:
+    """Shard parameters over data-parallel ranks (FSDP2), layer by layer, if the run asks for it."""
     if run.degrees.shard == 1:
         return
     precision = MixedPrecisionPolicy()
@@ -114,15 +114,15 @@ def share_data(model: nn.Module, layers: Iterable[nn.Module], run: Division, mes
     for layer in layers:
         for module in layer.modules():
             if meshes.expert_sharded is not None and isinstance(module, Experts):
-                _share_experts(module, run, settings | {"mesh": meshes.expert_sharded})
+                _shard_experts(module, run, settings | {"mesh": meshes.expert_sharded})
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
 
 
-def _share_experts(experts: Experts, run: Division, settings: dict[str, Any]) -> None:
-    """Experts that are divided over ranks are shared among those that have the same ones only."""
+def _shard_experts(experts: Experts, run: Division, settings: dict[str, Any]) -> None:
+    """Shard experts that are expert-parallel only among the ranks that have the same ones."""
     ranks, held = run.degrees.shard // run.degrees.expert, experts.w1.weight.shape[0] // run.degrees.expert
-    by_expert = held % ranks == 0  # otherwise each expert's matrices are divided
+    by_expert = held % ranks == 0  # otherwise each expert's matrices are sharded
     shared = fully_shard(experts, shard_placement_fn=None if by_expert else lambda parameter: Shard(1), **settings)
     # Tokens of all data-parallel ranks have come to these experts: their gradients are a sum over all of them.
     shared.set_gradient_divide_factor(float(run.degrees.data))

@@ -1,4 +1,4 @@
-"""Pipeline stages: which part of the model this rank has, and the order of micro batches."""
+"""Pipeline stages: which part of the model this rank has, and the order of micro-batches."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Pipeline:
         drop_pipeline_losses(self.schedule)
 
     def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
-        """Forward and backward of all micro batches; the sum of their losses, on the rank that has the last stage."""
+        """Forward and backward of all micro-batches; the sum of their losses, on the rank that has the last stage."""
         losses: list[Tensor] = []
         given = (tokens,) if self.first else ()
         if not self.last:
@@ -130,7 +130,7 @@ def make_pipeline(
         schedule = kind(made[0] if single else made, n_microbatches=run.micro_steps, loss_fn=loss, scale_grads=False)
     except ValueError as error:
         raise ConfigError(
-            f"the schedule {run.schedule} cannot run {run.micro_steps} micro batches over {run.degrees.pipeline} stages"
+            f"the schedule {run.schedule} cannot run {run.micro_steps} micro-batches over {run.degrees.pipeline} stages"
             f" x {run.placement.num_chunks} chunks: {error}; change parallel_config.micro_batch_num"
         ) from error
     return Pipeline(schedule, stages)

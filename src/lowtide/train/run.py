@@ -27,7 +27,7 @@ _TYPES: dict[str, DataType] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """How many ways the work is divided; the product of the first four is the number of processes."""
+    """How many ways the work is sharded; the product of the first four is the number of processes."""
 
     replicate: int = 1
     """Copies of the whole model (DDP), or of the groups that share it (HSDP)."""
@@ -40,7 +40,7 @@ class Degrees:
     expert: int = 1
     """Ranks, among those that share the data, that share the experts of each layer."""
     sequence_parallel: bool = False
-    """Whether tensor parallel also divides the sequence between the matrices."""
+    """Whether tensor parallel also shards the sequence between the matrices."""
 
     @property
     def data(self) -> int:
@@ -64,11 +64,11 @@ class Precision:
 
 
 class Division(Protocol):
-    """What of a run says how its model is divided."""
+    """What of a run says how its model is sharded."""
 
     @property
     def degrees(self) -> Degrees:
-        """How the work is divided."""
+        """How the work is sharded."""
 
     @property
     def precision(self) -> Precision:
@@ -76,7 +76,7 @@ class Division(Protocol):
 
     @property
     def reshard(self) -> bool:
-        """Whether gathered parameters are let go after forward and gathered again in backward."""
+        """Whether gathered parameters are freed after forward and gathered again in backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +90,12 @@ class Update:
     skip_norm: float | None
     """From this norm on the step is skipped; None for never."""
     per_token_loss: bool
-    """Whether the loss is the mean over all tokens of the step instead of over its micro batches."""
+    """Whether the loss is the mean over all tokens of the step instead of over its micro-batches."""
     sum_gradients: bool
     """Whether gradients are summed over data parallel instead of averaged."""
     reduce_each: bool
-    """Whether gradients are reduced after each micro step, which holds them divided, instead of after the last."""
+    """Whether gradients are reduced after each micro-step, so that each rank holds its shard, instead of after the
+    last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,19 +103,19 @@ class Run:
     """A run, resolved."""
 
     degrees: Degrees
-    """How the work is divided."""
+    """How the work is sharded."""
     placement: Placement
-    """Where each layer stands in the pipeline."""
+    """The pipeline stage of each layer."""
     schedule: Schedule
-    """The order of micro batches in the pipeline."""
+    """The order of micro-batches in the pipeline."""
     precision: Precision
     """The types of numbers."""
     update: Update
     """What happens between the gradients and the parameters."""
     batch_size: int
-    """Samples of one data-parallel rank in one micro step."""
+    """Samples of one data-parallel rank in one micro-step."""
     micro_steps: int
-    """Micro steps of one optimizer step: accumulated ones, or the micro batches of the pipeline."""
+    """Micro-steps of one optimizer step: accumulated ones, or the micro-batches of the pipeline."""
     sequence: int
     """Tokens of a sample."""
     epochs: int | None
@@ -124,7 +125,7 @@ class Run:
     stop_step: int | None
     """The step after which the run ends early."""
     reshard: bool
-    """Whether gathered parameters are let go after forward and gathered again in backward."""
+    """Whether gathered parameters are freed after forward and gathered again in backward."""
     seed: int
     """The seed of weights, dropout and data."""
     deterministic: bool
@@ -184,7 +185,7 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
     notes: list[str] = []
     if parallel.context_parallel > 1:
         raise ConfigError(
-            f"parallel_config.context_parallel is {parallel.context_parallel}: the runner does not divide sequences"
+            f"parallel_config.context_parallel is {parallel.context_parallel}: the runner does not shard sequences"
             " over devices; write 1, and use model_parallel with use_seq_parallel"
         )
     data = parallel.data_parallel
@@ -235,7 +236,7 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
         epochs=runner.epochs or 1,
         steps=None,
         stop_step=min((step for step in stop if step), default=None),
-        # The reference keeps gathered weights unless the gathering itself is to be repeated.
+        # The reference keeps gathered weights unless they are to be gathered again in backward.
         reshard=bool(settings.recompute_config.parallel_optimizer_comm_recompute),
         seed=settings.top_level.seed,
         deterministic=settings.context.deterministic in (True, "ON") or settings.top_level.train_precision_sync is True,
@@ -249,7 +250,7 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
     notes: list[str] = []
     if parallel.context_parallel > 1:
         raise ConfigError(
-            f"parallelism.context_parallel is {parallel.context_parallel}: the runner does not divide sequences over"
+            f"parallelism.context_parallel is {parallel.context_parallel}: the runner does not shard sequences over"
             " devices; write 1, and use tensor_parallel"
         )
     others = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.data_parallel_replicate
@@ -274,7 +275,7 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
             f" {local} x {degrees.data} data-parallel ranks, such as {local * degrees.data}"
         )
     if micro_steps < degrees.pipeline:
-        notes.append(f"{degrees.pipeline} micro batches instead of {micro_steps}: one for each pipeline stage at least")
+        notes.append(f"{degrees.pipeline} micro-batches instead of {micro_steps}: one for each pipeline stage at least")
         micro_steps = degrees.pipeline
     policy = parallel.reshard_after_forward_policy
     return Run(
@@ -310,7 +311,7 @@ def _degrees(
     if expert > 1 and data % expert:
         raise ConfigError(f"expert_parallel is {expert} and does not divide the {data} data-parallel ranks")
     if data > 1 and (tensor > 1 or expert > 1) and shards % (expert if expert > 1 else data):
-        # DDP holds no parameters that are divided already; HSDP beside tensor parallel is not proved.
+        # DDP holds no parameters that are sharded already; HSDP together with tensor parallel is not proved.
         notes.append(
             f"parameters are shared by all {data} data-parallel ranks (FSDP): copies of them do not go with"
             f" {'tensor' if tensor > 1 else 'expert'} parallel"
@@ -328,7 +329,7 @@ def _degrees(
 
 def _share(world: int, others: int) -> int:
     if world % others:
-        raise ConfigError(f"{world} processes cannot be divided by the other degrees, whose product is {others}")
+        raise ConfigError(f"{world} processes are no multiple of the other degrees, whose product is {others}")
     return world // others
 
 

@@ -151,7 +151,7 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     if dist.get_rank() == 0:
         try:
             box[0] = work()
-        except Exception as error:  # every rank must learn of it, or the others wait until they time out
+        except Exception as error:  # every rank must know, or the others wait until they time out
             box[1] = error
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
@@ -176,7 +176,7 @@ def config_text(text: str, overrides: Mapping[tuple[str | int, ...], Any], setti
         return text
     from ruamel.yaml import YAML
 
-    from lowtide.config.document import parse_document
+    from lowtide.config.parse import parse_document
     from lowtide.config.problem import Problems
 
     yaml = YAML()
@@ -205,7 +205,7 @@ def config_text(text: str, overrides: Mapping[tuple[str | int, ...], Any], setti
 def _refuse_or_move(
     path: Path, before: str | None, digest: str, checkpoint: Path | None, *, same_is_fine: bool = True
 ) -> Path:
-    """Move an earlier run aside, unless it has a checkpoint: that is work somebody may still want, at this path."""
+    """Move an earlier run aside, unless it has a checkpoint: that is work the user may still want, at this path."""
     if checkpoint is None:
         return _move_aside(path)
     whose = "the same settings" if before == digest and not same_is_fine else "other settings"

@@ -56,7 +56,7 @@ class Stored:
 class TrainState:
     """The state of a training run on this rank, live: saving reads it, loading writes into it.
 
-    An optimizer's settings, its learning rate among them, are the run's and not the checkpoint's: whoever resumes sets
+    An optimizer's settings, its learning rate among them, are the run's and not the checkpoint's: the resuming run sets
     the learning rate of the next step, from the step or from what was put into ``progress``.
     """
 
@@ -65,9 +65,9 @@ class TrainState:
     optimizers: Sequence[Optimizer]
     """One for each part."""
     progress: dict[str, Any]
-    """Where the run stands, the same on every rank and in JSON's types: step, samples consumed, epoch, loss scale."""
+    """The run's progress, the same on every rank and in JSON's types: step, samples consumed, epoch, loss scale."""
     seed: int = 0
-    """What this rank's generators begin anew from when those of the checkpoint do not fit, mixed with the progress."""
+    """What this rank's generators are reseeded from if the checkpoint's do not fit, mixed with the progress."""
     layout: str = ""
     """How the ranks are laid out, such as ``dp2 tp4``. Generators are only restored in the layout they were saved in:
     ranks that must draw the same numbers are others in another layout."""
@@ -168,7 +168,7 @@ class TrainState:
         generators.reseed(seed)
         if _rank() == 0:
             logger.warning(
-                "random generators begin anew: the checkpoint is of %s, this run has %s",
+                "random generators are reseeded: the checkpoint is of %s, this run has %s",
                 _shown(*there),
                 _shown(*here),
             )

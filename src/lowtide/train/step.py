@@ -1,12 +1,12 @@
-"""One optimizer step: forward and backward of its micro batches, then the update.
+"""One optimizer step: forward and backward of its micro-batches, then the update.
 
-[Note: a step that is run again]
-Where memory runs out the adaptive mode may break a step off, at any operator, and run it again from its start; it puts
-back the parameters, the optimizers' states and the generators of random numbers. Everything else that a step changes
-is here, and is the same the second time. Data and learning rates are chosen outside. What belongs to the step alone
+[Note: a step that is retried]
+On OOM the adaptive mode may abort a step, at any operator, and retry it from its start; it restores the parameters, the
+optimizers' states and the random generators. Everything else that a step changes is here, and is the same the second
+time. Data and learning rates are chosen outside. What belongs to the step alone
 (the objective's weights, the routers' counts) is set when it begins. What outlives it (the loss scale, the routers'
 biases) is worked out before the update and written after it, in place, when nothing is left that could fail. What a
-broken-off attempt leaves in torch (gradients, the state of FSDP, DDP and the pipeline) is dropped when the next begins.
+aborted attempt leaves in torch (gradients, the state of FSDP, DDP and the pipeline) is dropped when the next begins.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Step:
         """Whether a step has begun and not ended."""
 
     def __call__(self, batches: Sequence[Batch]) -> Outcome:
-        """Train on the micro batches of one step; see [Note: a step that is run again]."""
+        """Train on the micro-batches of one step; see [Note: a step that is retried]."""
         if self.under_way:
             self._drop_attempt()
         self.under_way = True
@@ -103,12 +103,12 @@ class Step:
             bias.add_(change)
         self.scale = self.scale.after(overflow=overflow)
         self.under_way = False
-        main, told = self._told(summed)
-        others = self.experts.losses(told, self.run.micro_steps)
+        main, reported = self._reported(summed)
+        others = self.experts.losses(reported, self.run.micro_steps)
         return Outcome(
             loss=main + sum(others.values()),
             losses={"lm": main, **others} if others else {},
-            drop_rates=self.experts.drop_rates(told),
+            drop_rates=self.experts.drop_rates(reported),
             global_norm=float(norm) if norm is not None else None,
             overflow=overflow,
             skipped=skipped,
@@ -165,16 +165,16 @@ class Step:
         return global_norm(self.parameters, stages=self.run.degrees.pipeline, device=self.meshes.device)
 
     def _summed(self, losses: Tensor) -> Tensor:
-        """The loss over all ranks, then what their routers tell: one small all-reduce.
+        """The loss over all ranks, then what their routers report: one small all-reduce.
 
         Ranks without the last pipeline stage, or without routers, have zeros to add.
         """
         loss = self.objective.value(losses).to(torch.float32).reshape(1)
-        value = torch.cat((loss, self.experts.told().to(torch.float32)))
+        value = torch.cat((loss, self.experts.reported().to(torch.float32)))
         dist.all_reduce(value)
         return value
 
-    def _told(self, summed: Tensor) -> tuple[float, Tensor]:
+    def _reported(self, summed: Tensor) -> tuple[float, Tensor]:
         """The same on the host, once the device has come so far."""
         value = summed.cpu() / (self.run.degrees.data * self.run.degrees.tensor)
         return float(value[0]), value[1:]
@@ -182,7 +182,7 @@ class Step:
 
 @contextmanager
 def _reducing(part: nn.Module, reduce: bool) -> Iterator[None]:
-    """Whether this micro step's backward reduces gradients over data parallel; only the last one need."""
+    """Whether this micro-step's backward reduces gradients over data parallel; only the last one need."""
     if isinstance(part, FSDPModule):
         part.set_requires_gradient_sync(reduce)
         yield

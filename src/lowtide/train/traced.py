@@ -1,4 +1,4 @@
-"""The Trace of one rank of a run that nobody has started: any number of ranks, no device, no memory."""
+"""The Trace of one rank of a run that is not started: any number of ranks, no device, no memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowtide.models.shape import DecoderShape
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Trace
 from lowtide.train.mesh import make_meshes
-from lowtide.train.parallel import divide_experts, divide_matrices, share_data
+from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.run import Degrees, Precision
 
 __all__ = ["TracedRank", "trace_rank"]
@@ -37,15 +37,15 @@ class TracedRank:
     shape: DecoderShape
     """The model."""
     degrees: Degrees = field(default_factory=Degrees)
-    """How the work is divided."""
+    """How the work is sharded."""
     precision: Precision = field(default_factory=lambda: Precision(parameters="float32", compute="bfloat16"))
     """The types of numbers."""
     samples: int = 1
-    """Samples of a micro batch."""
+    """Samples of a micro-batch."""
     sequence: int = 4096
     """Tokens of a sample."""
     reshard: bool = True
-    """Whether gathered parameters are let go after forward and gathered again in backward."""
+    """Whether gathered parameters are freed after forward and gathered again in backward."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss of logits and labels; None for the runner's own."""
 
@@ -70,9 +70,9 @@ def trace_rank(
                 model = build_model(replace(rank.shape, prediction_layers=0), layers=chosen)
             model.to(getattr(torch, rank.precision.parameters))
             division = replace(rank, degrees=degrees)
-            divide_matrices(model, division, meshes)
-            divide_experts(model, meshes)
-            share_data(model, model.layers.values(), division, meshes)
+            apply_tensor_parallel(model, division, meshes)
+            apply_expert_parallel(model, meshes)
+            apply_fsdp(model, model.layers.values(), division, meshes)
             _balance(model)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, optimizer, progress)
@@ -110,7 +110,7 @@ def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, prog
 
 
 def _groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """The parameters as the runner groups them: one kernel updates those that are divided over the same ranks."""
+    """The parameters as the runner groups them: one kernel updates those that are sharded over the same ranks."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -119,7 +119,7 @@ def _groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
 
 def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
-    """The layers that are traced, and for each layer of the model the one that stands for it.
+    """The layers that are traced, and for each layer of the model the one that represents it.
 
     The first layers and the last may do something else than those between, such as gathering parameters ahead.
     """
@@ -139,7 +139,7 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _balance(model: nn.Module) -> None:
-    """Nobody knows how a router will choose: every rank is taken to get as many tokens as the others."""
+    """How a router will choose is not known: every rank is taken to get as many tokens as the others."""
 
     def even(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:
         ranks = len(ours)

@@ -1,9 +1,9 @@
-"""Says where each rank stands when a job hangs, and ends it if asked, so that torchrun starts it again.
+"""Says where each rank is stuck when a job hangs, and ends it if asked, so that torchrun restarts it.
 
 In a hang nearly all ranks wait for one. Each rank notes its place as it goes; when the place has not changed for the
 timeout, a thread of that rank writes the place and the stacks of all threads to its log, and the place to a file. Rank
-0 then reads the files of all ranks, once, and writes who stands where: the ranks that stand apart are the ones to look
-at.
+0 then reads the files of all ranks, once, and writes which rank is where: the ranks that differ from most are the
+ones to look at.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ NO_WORD = "no word: ended, or not hanging"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands."""
+    """Where a rank is."""
 
     phase: str
     """What it is doing: ``data``, ``forward``, ``backward``, ``optimizer``, ``checkpoint``."""
     step: int
     """In which step."""
     micro: int
-    """In which micro batch of the step."""
+    """In which micro-batch of the step."""
 
     def __str__(self) -> str:
-        return f"{self.phase} of step {self.step}, micro batch {self.micro}"
+        return f"{self.phase} of step {self.step}, micro-batch {self.micro}"
 
 
 class Watchdog:
@@ -77,7 +77,7 @@ class Watchdog:
         self._thread.start()
 
     def at(self, phase: str, step: int, micro: int = 0) -> None:
-        """Note where this rank is. Costs one tuple: call it as often as there is something to tell."""
+        """Note where this rank is. Costs one tuple: call it as often as there is something to report."""
         self._place = (phase, step, micro)
 
     def rest(self) -> None:
@@ -157,12 +157,12 @@ def read_places(directory: Path) -> dict[int, Place]:
 
 
 def summary_of(places: Mapping[int, Place], world_size: int) -> str:
-    """Who stands where, the largest group last, so that those who stand apart are seen first.
+    """Which ranks are where, the largest group last, so that those that differ are seen first.
 
     >>> print(summary_of({0: Place("forward", 7, 0), 2: Place("forward", 7, 0), 1: Place("data", 7, 0)}, 3))
     3 ranks hang:
-      1 rank (1): data of step 7, micro batch 0
-      2 ranks (0, 2): forward of step 7, micro batch 0
+      1 rank (1): data of step 7, micro-batch 0
+      2 ranks (0, 2): forward of step 7, micro-batch 0
     """
     groups: dict[str, list[int]] = {}
     for rank in range(world_size):

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
-from lowtide.config.document import parse_document
+from lowtide.config.parse import parse_document
 from lowtide.config.problem import Problems
 from lowtide.config.schema import json_schema, read_sections
 from lowtide.config.schema.callbacks import OtherCallback

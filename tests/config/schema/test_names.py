@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.config.document import parse_document
+from lowtide.config.parse import parse_document
 from lowtide.config.problem import Problems
 from lowtide.config.schema import read_sections
 from lowtide.config.schema.catalogue import section_class

@@ -28,7 +28,7 @@ class Numbers:
 
 
 def step_of(count: int, consumed: int, *, ranks: int, size: int, per_step: int, seed: int = 0) -> list[list[int]]:
-    """The samples of one step, for each micro step those of all ranks in order."""
+    """The samples of one step, for each micro-step those of all ranks in order."""
     parts = []
     for rank in range(ranks):
         batches = Batches(
@@ -136,7 +136,7 @@ def test_reading_ahead_gives_what_reading_anew_gives() -> None:
                 assert torch.equal(one.tokens, two.tokens)
                 assert torch.equal(one.labels, two.labels)
         anew.close()
-    assert (len(ahead._ahead), len(far_ahead._ahead)) == (1, 3)  # steps of two micro batches
+    assert (len(ahead._ahead), len(far_ahead._ahead)) == (1, 3)  # steps of two micro-batches
     for one_more in (ahead, far_ahead, workers):
         one_more.close()
 

@@ -15,7 +15,7 @@ from lowtide.config.placement import Placement
 from lowtide.config.problem import Problems, nearest
 from lowtide.config.swap_entries import read_prefetch, read_tier
 from lowtide.policy import (
-    CommRule,
+    CollectiveRule,
     Keep,
     LayerPolicy,
     Pattern,
@@ -36,7 +36,7 @@ class Form2026:
     """A file of the 2026 form, normalised: every setting with the layers it is on in."""
 
     placement: Placement | None
-    """Where each layer stands; None where the file does not say."""
+    """The stage and chunk of each layer; None where the file does not say."""
     num_layers: int
     """All layers, those of multi-token prediction included."""
     mode: Literal["None", "full", "select"] = "None"
@@ -48,7 +48,7 @@ class Form2026:
     exclude: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Patterns of operators and modules that are never recomputed."""
     comm: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Patterns of operators whose collective is repeated."""
+    """Patterns of operators whose collective is re-issued."""
     prefetch: int = 1
     """How many layers before its use a tensor starts coming back."""
     layer_swap: dict[int, Swap] = field(default_factory=dict)
@@ -83,10 +83,10 @@ class Form2026:
             rules += [
                 Rule(path_pattern(name), entry) for name, (layers, entry) in self.op_swap.items() if index in layers
             ]
-        communication = [CommRule(path_pattern(name)) for name in _on(self.comm, index)]
+        collectives = [CollectiveRule(path_pattern(name)) for name in _on(self.comm, index)]
         default = Recompute() if full else swap or Keep()
         # A layer that is both recomputed and swapped has only its input left to swap.
-        return LayerPolicy(default, tuple(rules), boundary=swap or Keep(), communication=tuple(communication))
+        return LayerPolicy(default, tuple(rules), boundary=swap or Keep(), collectives=tuple(collectives))
 
 
 def read_2026(
@@ -217,7 +217,7 @@ class _Reader:
             if is_pattern(entry["op_name"], (*here, "op_name"), self.problems, "path", key=False):
                 if entry["op_name"] in op_swap:
                     self.problems.warn(
-                        (*here, "op_name"), f"{entry['op_name']!r} stands in an entry before; only the last one counts"
+                        (*here, "op_name"), f"{entry['op_name']!r} is in an earlier entry too; only the last one counts"
                     )
                 op_swap[entry["op_name"]] = (layers, decision)
         if not enabled:

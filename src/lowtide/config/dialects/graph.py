@@ -15,7 +15,7 @@ from lowtide.config.pattern_text import is_pattern
 from lowtide.config.placement import Placement, Table
 from lowtide.config.problem import Problems
 from lowtide.config.swap_entries import SwapSettings
-from lowtide.policy import CommRule, Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule
+from lowtide.policy import CollectiveRule, Communication, Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule
 
 __all__ = ["GraphForm", "Selection", "read_graph"]
 
@@ -41,7 +41,12 @@ _SELECTIONS = (
     "select_recompute_exclude",
     "select_comm_recompute_exclude",
 )
-_SWITCHES = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation")
+SWITCHES = {
+    "mp_comm_recompute": "reissue_collectives",
+    "parallel_optimizer_comm_recompute": "reshard_after_forward",
+    "recompute_slice_activation": "slice_inputs",
+}
+"""The communication settings, by their YAML keys."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +54,7 @@ class GraphForm:
     """A file of the graph form, normalised."""
 
     placement: Placement
-    """Where each layer stands."""
+    """The stage and chunk of each layer."""
     swap: SwapSettings
     """``swap_config``."""
     layer_recompute: Selection
@@ -57,11 +62,11 @@ class GraphForm:
     select_recompute: dict[str, Selection]
     """Patterns of recomputed operators."""
     select_comm_recompute: dict[str, Selection]
-    """Patterns of operators whose collective is repeated."""
+    """Patterns of operators whose collective is re-issued."""
     select_recompute_exclude: dict[str, Selection]
     """Patterns of operators that are never recomputed."""
     select_comm_recompute_exclude: dict[str, Selection]
-    """Patterns of operators whose collective is never repeated."""
+    """Patterns of operators whose collective is never re-issued."""
     builtin: frozenset[str] = frozenset()
     """The settings among these whose patterns are the grammar's defaults."""
     written_select: dict[str, Selection] = field(default_factory=dict)
@@ -99,34 +104,32 @@ class GraphForm:
         return Policy(
             tuple(layers),
             origin="file",
-            mp_comm_recompute=self.switches.get("mp_comm_recompute", True),
-            parallel_optimizer_comm_recompute=self.switches.get("parallel_optimizer_comm_recompute", False),
-            recompute_slice_activation=self.switches.get("recompute_slice_activation", False),
+            communication=Communication(**{SWITCHES[key]: value for key, value in self.switches.items()}),
         )
 
     def _layer(self, index: int) -> LayerPolicy:
         # Settings that a full recompute overrules stay in, so that resolving can say that they did nothing.
         rules = self._rules("select_recompute", index, Recompute())
-        communication = self._comm_rules("select_comm_recompute", index, repeat=True)
+        collectives = self._collective_rules("select_comm_recompute", index, reissue=True)
         full = Recompute() if self.is_on(self.layer_recompute, index) else None
         if not self.swap.swap:
             rules += self._rules("select_recompute_exclude", index, Keep())
-            communication += self._comm_rules("select_comm_recompute_exclude", index, repeat=False)
-            return LayerPolicy(full or Keep(), tuple(rules), communication=tuple(communication))
+            collectives += self._collective_rules("select_comm_recompute_exclude", index, reissue=False)
+            return LayerPolicy(full or Keep(), tuple(rules), collectives=tuple(collectives))
         for name, entries in self.swap.op_swap:
             entry = next((entry for entry in entries if entry.has(index)), None)
             if entry is not None:
                 rules.append(Rule(Pattern(name), entry.decision, builtin=self.swap.default))
         swap = next((entry.decision for entry in self.swap.layer_swap if entry.has(index)), None)
         boundary = swap if swap and not full else Keep()
-        return LayerPolicy(full or swap or Keep(), tuple(rules), boundary, tuple(communication))
+        return LayerPolicy(full or swap or Keep(), tuple(rules), boundary, tuple(collectives))
 
     def _rules(self, key: str, index: int, decision: Decision) -> list[Rule]:
         exclude = isinstance(decision, Keep)
         return [Rule(Pattern(name), decision, key in self.builtin, exclude) for name in self.names_on(key, index)]
 
-    def _comm_rules(self, key: str, index: int, *, repeat: bool) -> list[CommRule]:
-        return [CommRule(Pattern(name), repeat, key in self.builtin) for name in self.names_on(key, index)]
+    def _collective_rules(self, key: str, index: int, *, reissue: bool) -> list[CollectiveRule]:
+        return [CollectiveRule(Pattern(name), reissue, key in self.builtin) for name in self.names_on(key, index)]
 
     def names_on(self, key: str, index: int) -> list[str]:
         """The patterns of the setting ``key`` that are on in layer ``index``."""
@@ -146,7 +149,7 @@ def read_graph(
 ) -> GraphForm:
     """Normalise ``recompute_config``; what is wrong with it is reported in ``problems``."""
     section = section if isinstance(section, dict) else {}  # the schema reports anything else, and unknown keys
-    switches = {key: section[key] for key in _SWITCHES if key in section}
+    switches = {key: section[key] for key in SWITCHES if key in section}
     for key, value in switches.items():
         if not isinstance(value, bool):
             problems.error((*path, key), f"`{key}` must be true or false; found {value!r:.60}", f"write {key}: true")

@@ -1,4 +1,4 @@
-"""What happens beside a step: the list ``callbacks`` (or ``callback``)."""
+"""What happens around a step: the list ``callbacks`` (or ``callback``)."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -86,9 +86,9 @@ class TopkBiasBalanceCallback(Section):
     num_layers: Count | None = None
     """Layers of the model; default: the model's."""
     micro_batch_num: Count | None = None
-    """Micro batches of a step; default: the run's."""
+    """Micro-batches of a step; default: the run's."""
     gradient_accumulation_steps: Count | None = None
-    """Accumulated micro steps; default: the run's."""
+    """Accumulated micro-steps; default: the run's."""
 
 
 class EvalCallBack(Section):

@@ -97,7 +97,7 @@ class TrainDataset(Section):
     num_parallel_workers: Index | None = None
     """Processes that read ahead; default 0, in the training process."""
     prefetch_size: Count | None = None
-    """Micro batches read ahead, of each worker if there are any; default: those of the next step, or torch's 2."""
+    """Micro-batches read ahead, of each worker if there are any; default: those of the next step, or torch's 2."""
     batch_size: Count | None = None
     """Samples of a batch; default: the run's."""
     repeat: Count = 1

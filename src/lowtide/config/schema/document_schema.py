@@ -53,7 +53,7 @@ def document_schema() -> dict[str, Any]:
     }
 
 
-_CALLBACKS = "What happens beside a step: a list of callbacks, each with its `type`."
+_CALLBACKS = "What happens around a step: a list of callbacks, each with its `type`."
 
 
 def _has(name: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Section(BaseModel):
     unknown: ClassVar[Literal["error", "warn"]] = "warn"
     """What an unknown key is; one that is nearly a known name is always an error."""
     aliases: ClassVar[dict[str, str]] = {}
-    """Other names of a field, each with the one it stands for."""
+    """Other names of a field, each with the field's own."""
 
 
 class NoEffect:

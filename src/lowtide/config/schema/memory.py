@@ -27,17 +27,18 @@ class RecomputeConfig(Section):
     select_recompute: SkipValidation[Patterns] = False
     """Single operators: the usual ones as in `recompute`, or patterns, or layers for each pattern; default false."""
     select_comm_recompute: SkipValidation[Patterns] = False
-    """Collectives issued again in backward, written as `select_recompute`; usually norms; default false."""
+    """Collectives re-issued in backward, written as `select_recompute`; usually norms; default false."""
     select_recompute_exclude: SkipValidation[Patterns] = False
     """Operators that are never recomputed, written as `select_recompute`; wins over all else; default false."""
     select_comm_recompute_exclude: SkipValidation[Patterns] = False
-    """Collectives that are never repeated, written as `select_recompute`; default false."""
+    """Collectives that are never re-issued, written as `select_recompute`; default false."""
     parallel_optimizer_comm_recompute: SkipValidation[bool] = False
-    """Whether divided parameters are gathered again in backward instead of held; default false."""
+    """Whether sharded parameters are gathered again in backward instead of held; default false."""
     mp_comm_recompute: SkipValidation[bool] = True
-    """Whether tensor-parallel collectives are repeated in recomputed parts instead of held; default true."""
+    """Whether recomputed layers re-issue their tensor-parallel collectives instead of holding their results; default
+    true."""
     recompute_slice_activation: SkipValidation[bool] = False
-    """Whether the held inputs of recomputed layers are divided over tensor parallel; default false."""
+    """Whether each tensor-parallel rank holds only its slice of a recomputed layer's input; default false."""
 
 
 class LayerSwap(Section):

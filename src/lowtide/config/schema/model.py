@@ -28,7 +28,7 @@ SPARSE = Refused("sparse attention with an index is not supported", "choose a mo
 
 
 class ModelConfig(Section):
-    """The shape of the model, where its layers stand in the pipeline, and its kernels."""
+    """The shape of the model, the pipeline stages of its layers, and its kernels."""
 
     aliases: ClassVar[dict[str, str]] = {
         "num_hidden_layers": "num_layers",
@@ -264,7 +264,7 @@ class ModelConfig(Section):
     use_3d_tensor_parallel: Annotated[
         bool, Refused("three-dimensional tensor parallel is not supported", "use `parallel_config.model_parallel`")
     ] = False
-    """Whether weights are divided in three dimensions; only false is supported; default false."""
+    """Whether weights are sharded in three dimensions; only false is supported; default false."""
     quantization_bit: Annotated[
         int,
         Refused("quantized weights are not supported in training", "write 0", when=lambda value: value > 0),
@@ -290,6 +290,6 @@ class ModelSection(Section):
     """The model of the graph layout."""
 
     config: ModelConfig = Field(alias="model_config", default_factory=ModelConfig.model_construct)
-    """The shape of the model, where its layers stand in the pipeline, and its kernels."""
+    """The shape of the model, the pipeline stages of its layers, and its kernels."""
     arch: Free | None = None
     """The reference's class of the model, in `type`; default: unset."""

@@ -1,4 +1,4 @@
-"""How the work is divided over devices: ``parallel`` and ``parallel_config``."""
+"""How the work is sharded over devices: ``parallel`` and ``parallel_config``."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from lowtide.config.schema.field import EXACT, Count, Degree, Free, Index, ListO
 
 __all__ = ["Parallel", "ParallelConfig", "ParallelOptimizerConfig", "PipelineConfig"]
 
-SHARDED = "data is divided by the data-parallel degree"
+SHARDED = "data is sharded by the data-parallel degree"
 NO_SEARCH = "layouts are not searched for"
 
 
@@ -28,13 +28,13 @@ class ParallelConfig(Section):
     expert_parallel: Degree = 1
     """Devices that share the experts of each layer; default 1."""
     micro_batch_num: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Micro batches of a pipeline step, at least as many as stages; default: as many as stages."""
+    """Micro-batches of a pipeline step, at least as many as stages; default: as many as stages."""
     use_seq_parallel: bool = False
-    """Whether tensor parallel also divides norms and dropout by sequence; default false."""
+    """Whether tensor parallel also shards norms and dropout by sequence; default false."""
     gradient_aggregation_group: Annotated[Count, NoEffect("torch groups gradients itself", harmless=(4,))] = 4
     """Gradients sent in one collective; default 4."""
     vocab_emb_dp: Annotated[bool, NoEffect("the embedding follows the device mesh")] = True
-    """Whether the embedding is divided by data parallel only; default true."""
+    """Whether the embedding is sharded by data parallel only; default true."""
     mem_coeff: Annotated[float, NoEffect(NO_SEARCH)] = 0.1
     """The weight of memory in the reference's layout search; default 0.1."""
     optimizer_shard: Annotated[bool | None, NoEffect("use `parallel.enable_parallel_optimizer`")] = None
@@ -55,13 +55,13 @@ class ParallelConfig(Section):
 
 
 class ParallelOptimizerConfig(Section):
-    """How optimizer states are divided."""
+    """How optimizer states are sharded."""
 
     optimizer_weight_shard_size: Annotated[int, Field(ge=-1, le=1_000_000)] = -1
     """Devices that share optimizer states; -1 for all of data parallel; default -1."""
     gradient_accumulation_shard: bool = False
-    """Whether accumulated gradients are divided too; default false."""
-    parallel_optimizer_threshold: Annotated[Index, NoEffect("parameters of every size are divided", harmless=(64,))] = (
+    """Whether accumulated gradients are sharded too; default false."""
+    parallel_optimizer_threshold: Annotated[Index, NoEffect("parameters of every size are sharded", harmless=(64,))] = (
         64
     )
     """Parameters below this size in KB stay whole in the reference; default 64."""
@@ -80,7 +80,7 @@ class PipelineConfig(Section):
             when=exactly("seqpipe"),
         ),
     ] = "1f1b"
-    """The order of micro batches: gpipe, 1f1b or zero_bubble_v, which folds the second chunk back; default 1f1b."""
+    """The order of micro-batches: gpipe, 1f1b or zero_bubble_v, which folds the second chunk back; default 1f1b."""
 
 
 class Parallel(Section):
@@ -97,15 +97,15 @@ class Parallel(Section):
     ] = 1
     """0 data parallel, 1 semi-automatic by the degrees given; 2 and 3 are refused; default 1."""
     enable_parallel_optimizer: bool = False
-    """Whether optimizer states (and parameters) are divided over data parallel; default false."""
+    """Whether optimizer states (and parameters) are sharded over data parallel; default false."""
     parallel_optimizer_config: ParallelOptimizerConfig = Field(default_factory=ParallelOptimizerConfig.model_construct)
-    """How optimizer states are divided."""
+    """How optimizer states are sharded."""
     gradients_mean: bool = True
     """Whether gradients are averaged over data parallel instead of summed; default true."""
     full_batch: Annotated[bool, NoEffect(SHARDED)] | None = None
     """Whether each device of the reference reads the whole batch; default: unset."""
     dataset_strategy: Annotated[str | ListOf[Any], NoEffect(SHARDED)] | None = None
-    """How the reference divides each input; default: unset."""
+    """How the reference shards each input; default: unset."""
     enable_alltoall: Annotated[bool, NoEffect("the collective is chosen by the operator")] | None = None
     """Whether the reference may use all-to-all; default: unset."""
     search_mode: Annotated[str, NoEffect(NO_SEARCH)] | None = None

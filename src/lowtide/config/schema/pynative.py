@@ -21,9 +21,9 @@ class Training(Section):
     steps: Count | None = None
     """Optimizer steps of the run; default: one pass over the data."""
     local_batch_size: Count = 1
-    """Samples of one data-parallel rank in one micro step; default 1."""
+    """Samples of one data-parallel rank in one micro-step; default 1."""
     global_batch_size: Count | None = None
-    """Samples of one optimizer step over all ranks; default: one micro step of each rank."""
+    """Samples of one optimizer step over all ranks; default: one micro-step of each rank."""
     max_norm: Positive = 1.0
     """The largest norm of all gradients together; default 1.0."""
     seed: Seed = 0
@@ -58,7 +58,7 @@ class Parallelism(Section):
     cpu_offload: bool = False
     """Whether parameters and optimizer states live on the host; default false."""
     reshard_after_forward_policy: bool | Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are let go after forward; default "default"."""
+    """Whether gathered parameters are freed after forward; default "default"."""
 
 
 class Checkpoint(Section):
@@ -94,12 +94,12 @@ class Recompute(Section):
 
 
 class RecomputeComm(Section):
-    """Collectives that are issued again in backward (2026 layout)."""
+    """Collectives that are re-issued in backward (2026 layout)."""
 
     unknown: ClassVar[Literal["error", "warn"]] = "error"
 
     enable: SkipValidation[bool] = False
-    """Whether collectives are repeated; default false."""
+    """Whether collectives are re-issued; default false."""
     select_module: SkipValidation[dict[str, LayerSpecs] | None] = None
     """The modules: a regular expression of the whole path, and its layers; default: none."""
 

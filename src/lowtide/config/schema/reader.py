@@ -1,4 +1,4 @@
-"""Reads one section: its names and verdicts here, its values by pydantic; what is wrong is told in plain words."""
+"""Reads one section: its names and verdicts here, its values by pydantic; errors are in plain words."""
 
 import difflib
 from collections.abc import Iterable

@@ -27,7 +27,7 @@ def check_rules(settings: Settings, document: dict[str, Any], problems: Problems
             problems.warn(
                 ("runner_config", "gradient_accumulation_steps"),
                 "`gradient_accumulation_steps` has no effect with pipeline stages and is taken as 1",
-                "set the number of micro batches with `parallel_config.micro_batch_num`",
+                "set the number of micro-batches with `parallel_config.micro_batch_num`",
             )
             settings = settings.with_section(
                 "runner_config", settings.runner_config.model_copy(update={"gradient_accumulation_steps": 1})

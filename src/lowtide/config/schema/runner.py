@@ -17,13 +17,13 @@ class RunnerConfig(Section):
     epochs: Count | None = None
     """Passes over the data set; default: until the given number of steps."""
     batch_size: Count = 1
-    """Samples of one data-parallel rank in one micro step; default 1."""
+    """Samples of one data-parallel rank in one micro-step; default 1."""
     sink_mode: Annotated[bool, NoEffect("steps are issued one by one", harmless=(False,))] = False
     """Several steps in one call of the host; default false."""
     sink_size: Annotated[int, Field(ge=-1), NoEffect("steps are issued one by one", harmless=(1, -1))] = 1
     """Steps in one call of the host; default 1."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
-    """Micro steps whose gradients are averaged before the optimizer's step; default 1."""
+    """Micro-steps whose gradients are averaged before the optimizer's step; default 1."""
     stop_step: Index | None = None
     """The step after which training ends early; default: none."""
     num_classes: Annotated[Count | None, NoEffect("it belongs to classifiers")] = None
@@ -70,7 +70,7 @@ class RunnerWrapper(Section):
     local_norm: Annotated[bool, NoEffect("norms of single parameters are not logged", harmless=(False,))] = False
     """Whether the norm of each parameter's gradient is logged; default false."""
     calculate_per_token_loss: bool = False
-    """Whether the loss is averaged over all tokens of a step instead of over micro batches; default false."""
+    """Whether the loss is averaged over all tokens of a step instead of over micro-batches; default false."""
     use_skip_data_by_global_norm: bool = False
     """Whether a step is skipped when its gradient norm is at the threshold or above; default false."""
     global_norm_spike_threshold: NotNegative | None = None

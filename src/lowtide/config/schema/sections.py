@@ -90,7 +90,8 @@ def read_sections(value: Any, problems: Problems) -> Settings:
 
 
 def _without_alias(key: str, item: Any, document: dict[str, Any]) -> Any:
-    """A task without its data set where that is an alias of ``train_dataset``, so that each finding is told once."""
+    """A task without its data set where that is an alias of ``train_dataset``, so that each finding is reported
+    once."""
     if key != "train_dataset_task" or not isinstance(item, dict) or "dataset_config" not in item:
         return item
     if item["dataset_config"] != document.get("train_dataset"):
@@ -99,12 +100,12 @@ def _without_alias(key: str, item: Any, document: dict[str, Any]) -> Any:
 
 
 def _switch(key: str, item: object, problems: Problems) -> None:
-    """Report a switch of the graph layout that stands outside its section."""
+    """Report a switch of the graph layout that is outside its section."""
     value = "true" if item is True else "false" if item is False else "…"
     problems.error(
         (key,),
         f"{shown(key)} must be a mapping, found {found(item)}",
-        f"as a switch it stands below `{SWITCHES[key]}:`\n{SWITCHES[key]}:\n  {key}: {value}",
+        f"as a switch it belongs below `{SWITCHES[key]}:`\n{SWITCHES[key]}:\n  {key}: {value}",
     )
 
 
@@ -244,7 +245,7 @@ def _read_callbacks(document: dict[str, Any], problems: Problems) -> tuple[Callb
 
 
 def _unknown_top_level(unknown: list[Any], document: dict[str, Any], problems: Problems) -> None:
-    """Report keys that stand in no section: slips of the pen, and keys that a section owns."""
+    """Report keys outside every section: typing errors, and keys that a section owns."""
     from lowtide.config.schema.top_level import TopLevel
 
     names = [*SECTIONS, "callbacks", "callback", *known_names(TopLevel)]
@@ -256,7 +257,7 @@ def _unknown_top_level(unknown: list[Any], document: dict[str, Any], problems: P
             continue
         problems.error(
             (key,),
-            f"{shown(key)} is a key of `{owners[0]}`, and stands in no section here",
+            f"{shown(key)} is a key of `{owners[0]}`, and is outside every section here",
             _below(owners[0], key),
             key=True,
         )

@@ -40,7 +40,7 @@ class Settings:
         self.layout: Layout
         """How the file is laid out: MindSpore Transformers' graph mode, or its form of 2026."""
         self.callbacks: tuple[Callback, ...]
-        """What happens beside a step, in the file's order."""
+        """What happens around a step, in the file's order."""
         self._sections: dict[str, Section]
         self._written: dict[str, dict[str, Any]]
         self.__dict__.update(
@@ -66,7 +66,7 @@ class Settings:
 
     @cached_property
     def top_level(self) -> TopLevel:
-        """The keys that stand in no section."""
+        """The keys outside every section."""
         from lowtide.config.schema.top_level import TopLevel
 
         return self._get("top_level", TopLevel)
@@ -200,7 +200,7 @@ class Settings:
 
     @cached_property
     def recompute_comm(self) -> RecomputeComm:
-        """Collectives issued again in backward (2026); values as written."""
+        """Collectives re-issued in backward (2026); values as written."""
         from lowtide.config.schema.pynative import RecomputeComm
 
         return self._get("recompute_comm", RecomputeComm)

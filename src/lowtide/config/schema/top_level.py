@@ -1,4 +1,4 @@
-"""The keys that stand in no section, and ``trainer``."""
+"""The keys outside every section, and ``trainer``."""
 
 from typing import Annotated, Literal
 
@@ -6,13 +6,13 @@ from lowtide.config.schema.field import Count, Free, Index, NoEffect, Refused, S
 
 __all__ = ["TopLevel", "Trainer"]
 
-WEIGHTS = "safetensors are divided as they are loaded"
-LAYERWISE = "all layers learn at the same rate"
+WEIGHTS = "safetensors are sharded as they are loaded"
+LAYERWISE = "all layers have the same learning rate"
 PROFILER = "torch's profiler has one level"
 
 
 class TopLevel(Section):
-    """The keys that stand in no section."""
+    """The keys outside every section."""
 
     seed: Seed = 0
     """The seed of weights, dropout and data; default 0."""
@@ -37,13 +37,13 @@ class TopLevel(Section):
     resume_training: bool | str = False
     """Whether the optimizer and the step are loaded too, or from which checkpoint; default false."""
     auto_trans_ckpt: Annotated[bool, NoEffect(WEIGHTS, harmless=(False,))] = False
-    """Whether the reference divides weights anew before loading; default false."""
+    """Whether the reference reshards weights before loading; default false."""
     src_strategy_path_or_dir: Annotated[str, NoEffect(WEIGHTS, harmless=("",))] = ""
-    """How the weights were divided; default: unset."""
+    """How the weights were sharded; default: unset."""
     remove_redundancy: Annotated[bool, NoEffect(WEIGHTS, harmless=(False,))] = False
     """Whether the checkpoint holds each part once; default false."""
     transform_process_num: Annotated[Count, NoEffect(WEIGHTS, harmless=(1,))] = 1
-    """Processes that divide weights anew; default 1."""
+    """Processes that reshard weights; default 1."""
     use_parallel: bool = False
     """Whether the run is distributed; start it with torchrun; default false."""
     use_legacy: bool = True

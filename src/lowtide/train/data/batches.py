@@ -1,9 +1,9 @@
 """Which samples make each step, on each rank; and reading them ahead.
 
-[Note: positions] The samples of a run stand in one endless row. The place in it, ``consumed``, is the number of
-samples that all ranks together have used: the whole state of the data. Position ``p`` is in epoch
-``p // epoch_samples`` at slot ``p % epoch_samples``, and the epoch's permutation says which sample of the source that
-is. A step takes the next ``samples_per_step`` positions, whoever reads them, so that neither the number of ranks nor
+[Note: positions] The samples of a run are one endless sequence. The place in it, ``consumed``, is the number of
+samples that all ranks together have used: the whole state of the data. Position ``p`` is in epoch ``p //
+epoch_samples`` at slot ``p % epoch_samples``, and the epoch's permutation says which sample of the source that is. A
+step takes the next ``samples_per_step`` positions, whichever rank reads them, so that neither the number of ranks nor
 accumulation changes what a step is made of, and a run may go on with other numbers of both. Every rank computes its own
 positions from ``consumed``; ranks never speak to each other about data, and nothing here grows with their number.
 """
@@ -34,7 +34,7 @@ __all__ = ["Batch", "Batches", "batches_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The samples of one micro step on one rank."""
+    """The samples of one micro-step on one rank."""
 
     tokens: Tensor
     """int64, [batch, sequence]."""
@@ -69,8 +69,8 @@ class Batches:
     ) -> None:
         if samples_per_step % (batch_size * data_ranks):
             raise ConfigError(
-                f"a step of {samples_per_step} samples cannot be divided among {data_ranks} data-parallel ranks in "
-                f"micro batches of {batch_size}; make it a multiple of {batch_size * data_ranks}"
+                f"a step of {samples_per_step} samples cannot be split among {data_ranks} data-parallel ranks in "
+                f"micro-batches of {batch_size}; make it a multiple of {batch_size * data_ranks}"
             )
         if len(source) < samples_per_step:
             raise ConfigError(
@@ -90,7 +90,7 @@ class Batches:
         self._stream: tuple[int, Iterator[Batch]] | None = None
 
     def for_step(self, consumed: int) -> list[Batch]:
-        """This rank's micro batches of the step after ``consumed`` samples; those of the next step are read ahead."""
+        """This rank's micro-batches of the step after ``consumed`` samples; those of the next step are read ahead."""
         return self._from_workers(consumed) if self._workers else self._from_thread(consumed)
 
     def epoch(self, consumed: int) -> int:
@@ -119,7 +119,7 @@ class Batches:
         self._ahead = {}
 
     def _positions(self, consumed: int, micro_step: int) -> range:
-        """The positions of one micro step on this rank."""
+        """The positions of one micro-step on this rank."""
         start = consumed + (micro_step * self._ranks + self._rank) * self._batch_size
         return range(start, start + self._batch_size)
 
@@ -191,7 +191,7 @@ class _Reader(Dataset[Batch]):
 
 
 class _Endless(Sampler[list[int]]):
-    """The positions of all micro steps from a place on."""
+    """The positions of all micro-steps from a place on."""
 
     def __init__(self, batches: Batches, consumed: int) -> None:
         self.batches, self.consumed = batches, consumed

@@ -23,7 +23,7 @@ __all__ = ["Documents"]
 class Documents:
     """Samples of ``seq_length + 1`` tokens, each beginning where the one before ends, across document borders.
 
-    In each pass over the files the documents stand in another order. A sample's last token is the next one's first, so
+    In each pass over the files the documents are in another order. A sample's last token is the next one's first, so
     that every token but the very first is predicted once.
     """
 

@@ -61,7 +61,7 @@ class IndexedTokens:
         self.prefix = _prefix(prefix)
 
     def __reduce__(self) -> tuple[type[IndexedTokens], tuple[Path]]:
-        return IndexedTokens, (self.prefix,)  # a map of a file is opened anew, not copied
+        return IndexedTokens, (self.prefix,)  # a memory-mapped file is opened again, not copied
 
     @cached_property
     def _index(self) -> _Index:
@@ -77,25 +77,25 @@ class IndexedTokens:
         if version != 1 or code not in TYPES:
             raise DataError(
                 f"{path}: expected version 1 and tokens of a whole-number type ({', '.join(map(str, TYPES))}), "
-                f"found version {version} and type {code}; write the data anew"
+                f"found version {version} and type {code}; write the data again"
             )
         dtype = np.dtype(TYPES[code]).newbyteorder("<")
         expected = HEADER.size + sequences * (4 + 8) + entries * 8
         if _size(path) < expected:
-            raise DataError(f"{path}: expected {expected} bytes, found {_size(path)}: cut short; copy it anew")
+            raise DataError(f"{path}: expected {expected} bytes, found {_size(path)}: cut short; copy it again")
         if sequences == 0 or entries < 2:
             raise DataError(f"{path}: found no document; data to train on has at least one")
         sizes = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
         places = np.memmap(path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
         firsts = np.memmap(path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(entries,))
         if int(firsts[0]) != 0 or int(firsts[-1]) != sequences:
-            raise DataError(f"{path}: the document index does not run from 0 to {sequences}; write the data anew")
+            raise DataError(f"{path}: the document index does not run from 0 to {sequences}; write the data again")
         total = int(places[-1]) + int(sizes[-1]) * dtype.itemsize
         found = _size(_with(self.prefix, ".bin"))
         if found != total:
             raise DataError(
                 f"{_with(self.prefix, '.bin')}: the index names {total} bytes, found {found}; "
-                "the two files do not belong together, or one is cut short: copy both anew"
+                "the two files do not belong together, or one is cut short: copy both again"
             )
         return _Index(dtype, places, firsts, total // dtype.itemsize)
 
@@ -122,7 +122,7 @@ class IndexedTokens:
         places = np.append(index.places, index.total * index.dtype.itemsize)
         lengths = np.diff(places[firsts]) // index.dtype.itemsize
         if lengths.size and int(lengths.min()) < 0:
-            raise DataError(f"{self.prefix}.idx: documents do not lie one behind the other; write the data anew")
+            raise DataError(f"{self.prefix}.idx: documents do not lie one behind the other; write the data again")
         return lengths.astype(np.int64)
 
     @cached_property

@@ -16,8 +16,8 @@ __all__ = ["JsonLines"]
 class JsonLines:
     """Appends each step to a file, so that it holds each step exactly once, however often the run was interrupted.
 
-    ``after`` is the step the run resumes from, 0 for a fresh run. Lines of later steps, which are about to be repeated,
-    are cut off, and so is a line that a kill left half written. A number that is not finite is written as null.
+    ``after`` is the step the run resumes from, 0 for a fresh run. Lines of later steps, which are about to be run
+    again, are cut off, and so is a line that a kill left half written. A number that is not finite is written as null.
     """
 
     def __init__(self, file: Path, *, after: int = 0) -> None:

@@ -49,6 +49,6 @@ class ProgressBar:
         self._progress.update(self._task, completed=record.step, loss=record.loss, speed=speed)
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
+        """Leave the bar as it is and release the terminal."""
         if self._progress is not None and self._task is not None:
             self._progress.stop()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.config.document import MAX_BYTES, Document, Mark, format_path, load_document, parse_document, parse_value
+from lowtide.config.document import Document, Mark, format_path
+from lowtide.config.parse import MAX_BYTES, load_document, parse_document, parse_value
 from lowtide.config.problem import Problem, Problems
 
 
