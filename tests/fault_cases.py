@@ -25,7 +25,7 @@ from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.places import Link
-from lowtide.runtime.swap import Swapped
+from lowtide.runtime.swapped import Swapped
 from stacks import ROWS, WIDTH, Stack, gated, lines, step
 
 __all__ = ["FAULTS", "Fault", "Session", "as_markdown"]
@@ -156,13 +156,13 @@ def in_backward(arm: Callable[[], None]) -> Arm:
 
 @contextmanager
 def every_copy_back_fails(session: Session) -> Iterator[None]:
-    real = Link.copy_back
+    real = Link.reload
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any) -> Any:
         tide.faults.fail_copy(1)
-        real(*args)
+        return real(*args)
 
-    with patch.object(Link, "copy_back", failing):
+    with patch.object(Link, "reload", failing):
         try:
             yield
         finally:
@@ -184,13 +184,13 @@ def no_memory_ahead(session: Session) -> Iterator[None]:
 
 @contextmanager
 def no_memory_at_use(session: Session) -> Iterator[None]:
-    real = Swapped._bring_back
+    real = Swapped._reload
 
     def failing(swapped: Swapped) -> None:
         tide.faults.fail_allocation(1)
         real(swapped)
 
-    with patch.object(Swapped, "_bring_back", failing):
+    with patch.object(Swapped, "_reload", failing):
         try:
             yield
         finally:

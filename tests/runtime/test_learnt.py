@@ -15,7 +15,7 @@ def test_a_policy_that_follows_another_is_at_work_in_its_first_step() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3)))
 
     def recomputed(before: lowtide.Handle | None) -> tuple[lowtide.Handle, int]:
-        handle = lowtide.apply(model, POLICY, profiles=before.kinds if before is not None else None)
+        handle = lowtide.apply(model, POLICY, profiles=before.profiles if before is not None else None)
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
         handle.remove()
         return handle, sum(one.recomputes for one in handle.receipt().operators)

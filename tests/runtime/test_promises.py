@@ -265,7 +265,7 @@ def test_bounded(tier: Any) -> None:
     manager = found.attached.manager
     assert manager.pinned_pool.taken <= 50_000
     assert manager._disk is None or manager._disk.end <= 60_000
-    assert manager.returning_bytes == 0
+    assert manager.reloads.bytes == 0
     assert {note for line in lines(found.attached) for note in line.notes}
 
 

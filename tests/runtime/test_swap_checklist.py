@@ -22,7 +22,8 @@ from lowtide.policy import Swap
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.places import Link
-from lowtide.runtime.swap import SwapManager, Swapped
+from lowtide.runtime.swap import SwapManager
+from lowtide.runtime.swapped import Swapped
 from lowtide.runtime.transfer import Transfer
 from stacks import ROWS, WIDTH, gated, lines, same, swap, train
 
@@ -49,7 +50,7 @@ def manager() -> SwapManager:
 
 def leave(manager: SwapManager, source: Tensor, line: Line | None = None, *, tier: Any = "host") -> Swapped:
     """Swap one tensor by hand."""
-    swapped = manager.take(source, source.nbytes, Swap(tier=tier), line or manager.ledger.line(0, "x"))
+    swapped = manager.offload(source, source.nbytes, Swap(tier=tier), line or manager.ledger.line(0, "x"))
     assert swapped is not None
     return swapped
 
@@ -153,13 +154,13 @@ def test_a_stream_is_what_it_was_after_copies_on_several_threads(manager: SwapMa
 
     source = torch.ones(4, device="tide")
     target = torch.empty(4).as_subclass(Slower)
-    thread = threading.Thread(target=transfer.copy_back, args=(source, target, None))
+    thread = threading.Thread(target=transfer.reload, args=(source, target, None))
     side = torch.Stream("tide")
     with side:
-        transfer.copy_back(source, torch.empty(4).as_subclass(Slow), None)
+        transfer.reload(source, torch.empty(4).as_subclass(Slow), None)
         done.set()
         thread.join()
-        assert transfer.computation() == side
+        assert transfer.compute() == side
 
 
 # Lifetime
@@ -211,7 +212,7 @@ def test_what_is_in_flight_in_forward_is_bounded_by_bytes(slow_link: None) -> No
         trained = train(gated, swap("silu", "sigmoid", "mul", prefetch=1000), limits=limits)
         x, before = batch(), held()
         loss = trained.model(x).sum()
-        assert trained.attached.manager.schedule.leaving_bytes <= in_flight
+        assert trained.attached.manager.schedule.freeing_bytes <= in_flight
         used = held() - before
         loss.backward()
         return used
@@ -316,18 +317,18 @@ def test_the_race_detector_sees_a_missing_wait(
 ) -> None:
     """The control: this file would notice."""
     tide.configure(preset="h100", flops_fp32=10**9)
-    real = Transfer.copy_out
+    real = Transfer.offload
 
     def without_waiting(self: Transfer, source: Tensor, target: Tensor, available: Any) -> Any:
         self.outward, outward = torch.Stream("tide"), self.outward
-        monkeypatch.setattr(self, "computation", lambda: self.outward)
+        monkeypatch.setattr(self, "compute", lambda: self.outward)
         try:
             return real(self, source, target, available)
         finally:
             self.outward = outward
             monkeypatch.undo()
-            monkeypatch.setattr(Transfer, "copy_out", without_waiting)
+            monkeypatch.setattr(Transfer, "offload", without_waiting)
 
-    monkeypatch.setattr(Transfer, "copy_out", without_waiting)
+    monkeypatch.setattr(Transfer, "offload", without_waiting)
     train(gated, swap(prefetch=2), steps=2)
     assert expect_races()

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import tide
 from lowtide._torch_private.storages import storage_key
 from lowtide.errors import SwapError
-from lowtide.operators.saved import unpack
+from lowtide.operators.saved import kept_apart, unpack
 from lowtide.policy import LayerPolicy, Pattern, Recompute, Rule, Swap
 from lowtide.runtime.host import HostPool
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.swap import Departures, SwapManager
+from lowtide.runtime.swap import Offloads, SwapManager
 from stacks import ROWS, WIDTH, gated, lines, same, swap, train
 
 HIDDEN = ROWS * 2 * WIDTH * 4
@@ -33,17 +33,17 @@ def batch(device: str = "tide") -> Tensor:
 
 
 class Scene:
-    """One layer's departures, and a line to count them in."""
+    """What one layer offloads, and a line to count it in."""
 
     def __init__(self, **limits: Any) -> None:
         self.manager = SwapManager(Limits(**{"minimum_bytes": 1, **limits}), Ledger())
-        self.departures = Departures(self.manager)
+        self.offloads = Offloads(self.manager)
         self.line: Line = self.manager.ledger.line(0, "x")
 
-    def out(self, tensor: Tensor, tier: Any = "host") -> Any:
-        return self.departures.out(tensor, Swap(1, tier), self.line, 1)
+    def pack(self, tensor: Tensor, tier: Any = "host") -> Any:
+        return self.offloads.pack(tensor, Swap(1, tier), self.line, 1) or kept_apart(tensor)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         self.manager.schedule.reach(1 << 40)
 
 
@@ -75,13 +75,13 @@ def test_changing_shapes_of_one_size_class_share_buffers() -> None:
 def test_a_buffer_is_written_again_only_after_the_copy_that_read_it(scene: Scene) -> None:
     """The second tensor leaves on a stream that knows nothing of the first one's copy back."""
     tide.configure(preset="h100", host_to_device_bandwidth=10**6)
-    first = scene.out(torch.ones(4096, device="tide"))
-    scene.let_go()
+    first = scene.pack(torch.ones(4096, device="tide"))
+    scene.free()
     back = first.tensor()
-    scene.departures = Departures(scene.manager)
+    scene.offloads = Offloads(scene.manager)
     del first  # its buffer is free, its copy back under way
     with torch.Stream("tide"):
-        second = scene.out(torch.zeros(4096, device="tide"))
+        second = scene.pack(torch.zeros(4096, device="tide"))
     assert scene.manager.pinned_pool.taken == 4096 * 4
     assert torch.equal(back.cpu(), torch.ones(4096))
     torch.accelerator.synchronize()
@@ -135,14 +135,13 @@ def test_parameters_their_views_and_buffers_never_move(device: str, monkeypatch:
         return x + layer.down(torch.sin(layer.up(x) * layer.table * layer.up.weight.mT[0]))
 
     moved: list[Tensor] = []
-    real = {name: getattr(SwapManager, name) for name in ("take", "copy")}
-    for name, method in real.items():
+    real = SwapManager.offload
 
-        def noted(self: Any, source: Tensor, *args: Any, method: Any = method) -> Any:
-            moved.append(source)  # held, so that no other storage gets its address
-            return method(self, source, *args)
+    def noted(self: Any, source: Tensor, *args: Any) -> Any:
+        moved.append(source)  # held, so that no other storage gets its address
+        return real(self, source, *args)
 
-        monkeypatch.setattr(SwapManager, name, noted)
+    monkeypatch.setattr(SwapManager, "offload", noted)
     expected = train(body, None, device=device)
     found = train(body, swap(prefetch=1), device=device)
     assert same(expected.values, found.values)
@@ -178,8 +177,8 @@ def test_a_storage_that_is_saved_several_times_moves_once(device: str) -> None:
 def test_a_storage_that_has_died_is_not_taken_for_the_next_at_its_address(scene: Scene) -> None:
     for value in range(20):
         tensor = torch.full((1000,), float(value), device="tide")
-        saved = scene.out(tensor)
-        scene.let_go()
+        saved = scene.pack(tensor)
+        scene.free()
         del tensor
         assert float(saved.tensor()[0]) == value
         del saved
@@ -203,11 +202,11 @@ def test_a_storage_that_was_written_to_in_between_is_another_value(device: str, 
 
 def test_freed_and_copied_bytes_of_a_view_are_counted_apart(scene: Scene) -> None:
     base = torch.arange(10_000.0).to("tide")
-    saved = scene.out(base[2000:3000])
+    saved = scene.pack(base[2000:3000])
     assert scene.line.moved_bytes - scene.line.spared_bytes == 1000 * 4  # copied
     before = torch.accelerator.memory_allocated()
     del base
-    scene.let_go()
+    scene.free()
     assert before - torch.accelerator.memory_allocated() >= 10_000 * 4  # the view was the last to hold it
     assert torch.equal(saved.tensor().cpu(), torch.arange(2000.0, 3000.0))
 
@@ -239,10 +238,10 @@ def test_views_come_back_with_their_size_stride_and_values(device: str, view: An
     tensor = view(base)
     layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     expected = tensor.cpu().clone()
-    saved = scene.out(tensor, tier)
+    saved = scene.pack(tensor, tier)
     assert not isinstance(saved, Tensor)
     del tensor, base
-    scene.let_go()
+    scene.free()
     found = unpack(saved)
     assert (found.shape, found.stride(), found.dtype, found.device) == layout
     assert torch.equal(found.cpu(), expected)
@@ -259,10 +258,10 @@ def process_group() -> Iterator[None]:
 def test_a_distributed_tensor_leaves_in_parts(process_group: None, scene: Scene, tier: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     tensor = DTensor.from_local(torch.arange(4096.0).view(64, 64), mesh, [Shard(0)])
-    saved = scene.out(tensor, tier)
+    saved = scene.pack(tensor, tier)
     assert scene.line.moved_bytes == 4096 * 4
     del tensor
-    scene.let_go()
+    scene.free()
     found = unpack(saved)
     assert isinstance(found, DTensor)
     assert found.placements == (Shard(0),)

@@ -40,8 +40,8 @@ def apply(
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` compares every tensor that is unpacked with what was saved, in every step,
-    which is slow. ``allow_unmatched`` makes a pattern that matches nothing a line in the receipt instead of an error: in
-    a pipeline stage, it may match in another. ``profiles`` are those of an earlier Handle of the model: layers in them
+    which is slow. ``allow_unmatched`` makes a pattern that matches nothing a line in the receipt and no error: in a
+    pipeline stage, it may match in another. ``profiles`` are those of an earlier Handle of the model: layers in them
     are not profiled again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
