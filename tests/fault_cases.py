@@ -24,7 +24,7 @@ from lowtide.errors import SwapError
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.places import Link
+from lowtide.runtime.link import Link
 from lowtide.runtime.swapped import Swapped
 from stacks import ROWS, WIDTH, Stack, gated, lines, step
 

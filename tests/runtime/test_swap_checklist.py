@@ -21,7 +21,7 @@ import tide
 from lowtide.policy import Swap
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
-from lowtide.runtime.places import Link
+from lowtide.runtime.link import Link
 from lowtide.runtime.swap import SwapManager
 from lowtide.runtime.swapped import Swapped
 from lowtide.runtime.transfer import Transfer

@@ -210,7 +210,7 @@ def _set(was: Ambient, now: Ambient) -> Iterator[None]:
 
 
 def restored(was: Ambient) -> list[Any]:
-    """Contexts in which everything is as it was; none if it is."""
+    """Contexts that restore the settings; none if they did not change."""
     precise: Precision = ()
     if was.precision:
         backward = current_backward()

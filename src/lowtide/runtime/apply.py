@@ -12,7 +12,7 @@ from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.wrappers import Hook
 from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, resolve
-from lowtide.runtime.communication import GatherAgain, warn_of_idle_settings
+from lowtide.runtime.communication import ReshardAfterForward, warn_of_idle_settings
 from lowtide.runtime.follower import LayerFollower, Shared, Structure
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.limits import Limits
@@ -89,7 +89,7 @@ class Handle:
         for follower in self.followers:
             follower.start()
             if self.policy.communication.reshard_after_forward:
-                hook = Hook(GatherAgain(follower.index))
+                hook = Hook(ReshardAfterForward(follower.index))
                 self._gathering.append(follower.layer.register_forward_pre_hook(hook))
         if not any(
             one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.collectives

@@ -1,4 +1,4 @@
-"""Keep what a call was given as it was given, although its caller, or the call itself, changes it afterwards.
+"""Hold a call's arguments as they were, although the caller, or the call itself, changes them afterwards.
 
 Tensors tell by their version whether they were written to. Lists, mappings and objects do not: a layer may append to a
 list or grow a cache of keys and values, and its caller may put the next layer's values into the same object. So a call
@@ -24,7 +24,7 @@ from lowtide.errors import RebuildError
 __all__ = ["Copied", "is_shared"]
 
 _LIMIT = 20_000
-"""No argument is made of more objects than this; what is further away is taken for a world of its own."""
+"""No argument is made of more objects than this; what is further is taken as it is."""
 
 
 class Copied:
@@ -96,8 +96,8 @@ class _Copier:
             for key in list(made):
                 dict.__setitem__(made, key, self.copy(dict.__getitem__(made, key)))
         elif isinstance(made, list | deque):
-            for place, item in enumerate(list(made)):
-                made[place] = self.copy(item)
+            for index, item in enumerate(list(made)):
+                made[index] = self.copy(item)
         attributes = getattr(made, "__dict__", None)
         if attributes is not None:
             for name, item in list(attributes.items()):

@@ -210,7 +210,7 @@ class CapturedCall:
         self._take(result, saved)
 
     def _contexts(self, saved: list[Tensor]) -> list[AbstractContextManager[Any]]:
-        """Everything that the call ran in, as it was; what it saves goes to ``saved`` if that is wanted."""
+        """Contexts that restore everything that the call ran in; what it saves goes to ``saved`` if that is wanted."""
         contexts = [*restored(self.ambient), *autocast_contexts(self.autocast)]
         if self.wanted_insides:
 

@@ -7,10 +7,10 @@ the same order, or one of them waits for ever. Three things that a rank decides 
 - *What is asked for.* A rank's control flow may diverge from the layer's profile (an expert without tokens), and then
   it keeps its tensors in this step and is profiled again in the next. It needs no collective's result, but its peers
   do. So a collective is captured where it is issued, in every run of the layer, profiled and diverged ones included,
-  and is known by its place among those of its group in this layer: ranks issue the collectives of a group in one order,
+  and is known by its index among those of its group in this layer: ranks issue the collectives of a group in one order,
   or they would hang without lowtide.
-- *Whether it is re-issued.* When such a place is first reached, its ranks ask each other, over the collective's own
-  group, whether all of them have its result to recompute. The answer stands as long as the Policy does.
+- *Whether it is re-issued.* When such an index is first reached, its ranks ask each other, over the collective's own
+  group, whether all of them have its result to recompute. The answer holds as long as the Policy does.
 - *When it is re-issued.* Not when a saved tensor is first unpacked, but when the gradient of the layer's output
   arrives: that node is in the graph of every rank. All of the run's collectives are re-issued there, in the order of
   forward, and each exactly once, also where this rank wants nothing of them. Their results live as long as the graph
@@ -54,9 +54,9 @@ class Collectives:
         self.wanted: tuple[str | None, ...] = ()
         """For each collective of the layer's profile, in order: the operator it belongs to if it is to be re-issued."""
         self.agreed: dict[tuple[str, int], bool] = {}
-        """By group and place among the layer's collectives of that group: whether all its ranks re-issue it."""
+        """By group and index among the layer's collectives of that group: whether all its ranks re-issue it."""
         self.registry: Registry | None = None
-        """Of the run that is under way, where its calls are captured."""
+        """Of the run in progress, where its calls are captured."""
         self.wrappers = Wrappers()
 
     def attach(self, layer: nn.Module) -> None:
@@ -83,25 +83,25 @@ class Collectives:
 
         return collecting
 
-    def agree(self, place: tuple[str, int], mine: bool, device: torch.device) -> bool:
-        """Whether every rank of the group re-issues the collective at ``place``, asked once."""
-        answer = self.agreed.get(place)
+    def agree(self, key: tuple[str, int], mine: bool, device: torch.device) -> bool:
+        """Whether every rank of the group re-issues the collective ``key``, asked once."""
+        answer = self.agreed.get(key)
         if answer is None:
             with unseen_by_modes(), torch.no_grad():
                 flag = torch.tensor([int(mine)], dtype=torch.int32, device=device)
-                dist.all_reduce(flag, dist.ReduceOp.MIN, group=group_named(place[0]))
-                answer = self.agreed[place] = bool(flag.item())
+                dist.all_reduce(flag, dist.ReduceOp.MIN, group=group_named(key[0]))
+                answer = self.agreed[key] = bool(flag.item())
         return answer
 
 
 class _Issued(TorchFunctionMode):
-    """One run of a layer: captures the collectives that are re-issued; everything else goes straight on."""
+    """One run of a layer: captures the collectives that are re-issued; everything else passes through."""
 
     def __init__(self, collectives: Collectives, registry: Registry) -> None:
         super().__init__()
         self.collectives, self.registry = collectives, registry
         self.count = 0
-        self.places: dict[str, int] = {}
+        self.indices: dict[str, int] = {}
         self.calls: list[CapturedCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,10 +115,10 @@ class _Issued(TorchFunctionMode):
         given = tensors_of((args, kwargs))
         if group is None or not given:
             return func(*args, **kwargs)
-        turn = self.places[group] = self.places.get(group, -1) + 1
+        index = self.indices[group] = self.indices.get(group, -1) + 1
         wanted = owner.wanted[number] if number < len(owner.wanted) else None
         with DisableTorchFunction():
-            agreed = owner.agree((group, turn), wanted is not None, given[0].device)
+            agreed = owner.agree((group, index), wanted is not None, given[0].device)
         if not agreed:
             return func(*args, **kwargs)
         with DisableTorchFunction():
@@ -158,10 +158,10 @@ def _reissue_with_gradient_of(output: Any, calls: list[CapturedCall]) -> None:
 
 
 def keep_results(whose: str) -> tuple[TorchFunctionMode, TorchFunctionMode]:
-    """What a checkpointed function runs in, first and when it is recomputed: then collectives give what they gave.
+    """The contexts of a checkpointed function and of its recomputation, in which collectives return what they returned.
 
     Torch's selective checkpoint could do this too. But it counts every kernel, so that nothing else may run in there
-    that does not run the same way twice, such as the gathers of sharded modules.
+    that does not run identically twice, such as the gathers of sharded modules.
     """
     results: list[tuple[Any, tuple[int, ...]]] = []
     return _Keeping(results), _Kept(results, whose)
@@ -185,7 +185,7 @@ class _Keeping(TorchFunctionMode):
 
 
 class _Kept(TorchFunctionMode):
-    """Gives what collectives gave, in their order; the others are not there to issue them again."""
+    """Gives what collectives gave, in their order; the other ranks do not issue them again."""
 
     def __init__(self, results: list[tuple[Any, tuple[int, ...]]], whose: str) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ from lowtide.runtime.collectives import keep_results
 from lowtide.runtime.refuse import refuse_compilation
 
 __all__ = [
-    "GatherAgain",
+    "ReshardAfterForward",
     "decide_collectives",
     "keep_slice",
     "keeping_collectives",
@@ -55,7 +55,7 @@ def warn_of_idle_settings(policy: Policy) -> None:
             "slice_inputs (recompute_slice_activation) has no effect in layers whose input is swapped: it leaves the"
             " device whole"
         )
-    excluding = [place for place, one in enumerate(policy.layers) if one in whole and not one.recomputed_as_a_whole]
+    excluding = [index for index, one in enumerate(policy.layers) if one in whole and not one.recomputed_as_a_whole]
     if policy.communication.slice_inputs and excluding:
         _warn(
             f"slice_inputs (recompute_slice_activation) has no effect in layers that keep some of their operators, such"
@@ -112,8 +112,8 @@ class _Once:
         return self.group
 
 
-class GatherAgain:
-    """A hook before a layer: if it is sharded, its parameters are let go after forward and gathered in backward."""
+class ReshardAfterForward:
+    """A hook before a layer: a sharded one is resharded after forward, and gathered again in backward."""
 
     def __init__(self, index: int) -> None:
         self.index, self.done = index, False
@@ -201,8 +201,8 @@ def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
         whole = landed_tensor(tensor)
         able = not sharded and _can_be_sliced(tensor, group)
         mine = whole.reshape(-1).view(torch.uint8).long() if able else whole.new_zeros(1, dtype=torch.long)
-        places = torch.arange(1, mine.numel() + 1, device=mine.device)
-        digest = torch.stack([mine.sum(), (mine * places).sum(), torch.full_like(mine.sum(), int(able))])
+        positions = torch.arange(1, mine.numel() + 1, device=mine.device)
+        digest = torch.stack([mine.sum(), (mine * positions).sum(), torch.full_like(mine.sum(), int(able))])
         everyone = digest.new_empty(group.size() * digest.numel())
         dist.all_gather_single(everyone, digest, group=group)
         rows = everyone.view(group.size(), -1)
@@ -221,7 +221,9 @@ def decide_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer, pol
         keep_all=not policy.communication.reissue_collectives and policy.layers[index].default == Recompute(),
     )
     for operator in idle:
-        _warn(f"the collective at {operator} of layer {index} is not repeated: none that is kept reads its output")
+        _warn(
+            f"the collective at {operator} of layer {index} is not re-issued: no operator that is kept reads its output"
+        )
     return changed
 
 

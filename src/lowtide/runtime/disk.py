@@ -1,9 +1,9 @@
-"""The disk tier: one file without a name, written and read beside the training.
+"""The disk tier: one file without a name, written and read by threads of its own.
 
 [Note: locks and interrupts]
 Ctrl-C is raised between any two steps of Python code, also inside Python's own ``Condition``, on which its executors,
 futures and events are built: its lock then stays taken for ever, and the thread that wants it next waits for ever. So
-threads are handed their tasks through a queue that is written in C, and whoever waits looks at a plain attribute.
+threads are handed their tasks through a queue that is written in C, and waiting is looking at a plain attribute.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Task:
         """Wait until it is over; raises what it raised."""
         while not self.over:
             with suppress(Empty):
-                self.ended.get(timeout=1.0)  # it may have been taken by somebody who was interrupted then
+                self.ended.get(timeout=1.0)  # a waiter that was interrupted may have taken it
         if self.error is not None:
             raise self.error
 
@@ -90,7 +90,7 @@ class DiskFile:
             self.direct = _open_direct(path)
         finally:
             os.unlink(path)
-        # With the last tensor that is in the file the space is given back; what is under way holds one.
+        # With the last tensor that is in the file the space is given back; a task in progress holds one.
         weakref.finalize(self, _close, self.tasks, {self.buffered, self.direct})
         for number in range(THREADS):
             Thread(target=_work, args=(self.tasks,), name=f"lowtide-disk-{number}", daemon=True).start()

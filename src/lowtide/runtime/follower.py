@@ -1,8 +1,8 @@
 """Follow one layer of a model on which a Policy is at work: profile it, then carry its decisions out.
 
 [Note: the states of a layer]
-A layer is in one of these states; in each but ``KEPT`` and ``REMOVED`` one thing is attached to it, which is removed on
-the way to the next:
+A layer is in one of these states; in each but ``KEPT`` and ``REMOVED`` one thing is attached to it, which is removed
+when it goes to the next:
 
 - ``KEPT``: nothing is attached. The layer keeps everything, or waits for another layer like it to be profiled.
 - ``PROFILED``: a tracker watches its next run with gradients.

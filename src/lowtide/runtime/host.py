@@ -22,7 +22,7 @@ class HostBuffer:
         self.shape, self.dtype = memory.shape, memory.dtype
         self.size = memory.numel()
         self.available: torch.Event | None = None
-        """The copy that used this buffer last; whoever writes to it next waits for that first."""
+        """The copy that used this buffer last; the next one waits for that first."""
 
     def shape_as(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """See the buffer's first bytes as a contiguous tensor."""
@@ -36,7 +36,7 @@ class HostPool:
     """Buffers by size class, up to a limit. Allocating pinned memory takes milliseconds, so it is not given back.
 
     Each operator keeps the buffers it used in a stash of its own, where the next step finds them in the right shape.
-    The disk's threads ask for buffers as well, so whoever counts or takes holds the lock.
+    The disk's threads ask for buffers as well, so counting and taking hold the lock.
     """
 
     def __init__(self, limit: int, *, pinned: bool) -> None:
@@ -78,7 +78,7 @@ class HostPool:
         return HostBuffer(memory[start : start + size] if start + size <= memory.numel() else memory)
 
     def _make_room(self, size: int) -> bool:
-        """Drop buffers that nobody uses, until ``size`` more fits."""
+        """Free unused buffers until ``size`` more fits."""
         for stash in self.stashes:
             while stash and self.taken + size > self.limit:
                 self.taken -= stash.pop().size

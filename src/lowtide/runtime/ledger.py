@@ -35,7 +35,7 @@ class Line:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all counts."""
         self.swaps = self.recomputes = 0
         self.moved_bytes = self.spared_bytes = self.freed_bytes = self.handed_back_bytes = self.kept_bytes = 0
         self.copy_seconds = self.stall_seconds = self.recompute_seconds = 0.0
@@ -99,7 +99,7 @@ class Ledger:
         setattr(line, clock, getattr(line, clock) + max(0.0, seconds_between(begin, end)))
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all counts."""
         self.timed.clear()
         for line in self.lines.values():
             line.clear()

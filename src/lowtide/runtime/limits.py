@@ -1,4 +1,4 @@
-"""How much a swap may take: host memory, disk, and copies under way."""
+"""How much a swap may take: host memory, disk, and copies in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Limits:
     disk_bytes: int = 1 << 40
     """Space on disk."""
     in_flight_bytes: int = IN_FLIGHT_BYTES
-    """Device memory of tensors that are on their way: leaving and not let go yet, or back and not used yet."""
+    """Device memory of tensors in flight: offloaded and not freed yet, or reloaded and not used yet."""
     minimum_bytes: int = MINIMUM_BYTES
     """Smaller tensors stay where they are: the copy would cost more than it frees."""
     disk_directory: str = field(default_factory=tempfile.gettempdir)

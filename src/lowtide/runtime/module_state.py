@@ -2,7 +2,7 @@
 
 Kept are attributes, the containers and objects among them, parameters and buffers, and the variables outside that the
 modules' code names (:mod:`lowtide.runtime.outside`). For a replay what has changed since
-is put back, and after it everything is as it was before the replay. What has not changed is left alone.
+is restored, and undone after it. What has not changed is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowtide.runtime.randomness import is_generator
 __all__ = ["Attributes", "BufferCopies", "ModuleStates", "modules_of"]
 
 _LIMIT = 2_000
-"""No module's attributes are made of more objects than this; what is further away is taken for a world of its own."""
+"""No module's attributes are made of more objects than this; what is further is taken as it is."""
 _NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
 
 
@@ -58,8 +58,8 @@ class Attributes:
         "outside",
         "own",
         "parameters",
-        "places",
         "sequences",
+        "slots",
         "tensors",
         "values",
         "variables",
@@ -73,12 +73,12 @@ class Attributes:
         """In which anything that changes is a change. See :meth:`unchanged`."""
         self.versions: list[int] = []
         self.own = [(vars(module), _own_attributes(module)) for module in modules]
-        self.places = _places([*self.own, *((module._modules, module._modules) for module in modules)])
-        self.values = tuple(map(dict.get, *self.places))
+        self.slots = _slots([*self.own, *((module._modules, module._modules) for module in modules)])
+        self.values = tuple(map(dict.get, *self.slots))
         self.holders = [module._parameters for module in modules]
         self.count = sum(map(len, self.holders))
         """Of all parameters' names."""
-        self.parameters = _places([(one, one) for one in self.holders])
+        self.parameters = _slots([(one, one) for one in self.holders])
         self.contents: list[tuple[Any, Any]] = []
         """Containers, the attributes of objects among them, with copies of what is in them."""
         self.tensors: list[tuple[str, Tensor]] = []
@@ -132,14 +132,14 @@ class Attributes:
                 self._look_into(name, item, seen)
 
     def unchanged(self) -> bool:
-        """Whether everything is still the same object as it was.
+        """Whether everything is still the same object.
 
         This is asked three times for every layer in every step. So mappings are compared one by one only if their
         versions, which count what is put into them, say that they have changed.
         """
         versions = list(map(dict_version, self.watched))
         if versions != self.versions:
-            if not all(map(is_, map(dict.get, *self.places), self.values)) or not self._has_same_names():
+            if not all(map(is_, map(dict.get, *self.slots), self.values)) or not self._has_same_names():
                 return False
             if not all(_same_content(content, saved) for content, saved in self.contents):
                 return False
@@ -156,7 +156,7 @@ class Attributes:
         return count == len(self.values) and all(now.keys() - _NOT_ATTRIBUTES == was.keys() for now, was in self.own)
 
     def put_back(self) -> None:
-        """Let everything be as it was; what all modules have, such as hooks, is not theirs."""
+        """Restore everything but what all modules have, such as hooks."""
         for now, was in self.own:
             for name in now.keys() - _NOT_ATTRIBUTES - was.keys():
                 del now[name]
@@ -247,7 +247,7 @@ class ModuleStates:
         return [(one, was) for one, was in pairs if one is not None and one.requires_grad != was and one.is_leaf]
 
     def _others(self, whose: str) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """The parameters in whose place others are now."""
+        """The parameters that were replaced since."""
         if all(map(is_, map(dict.get, *self.attributes.parameters), self.parameters)):
             return []
         found: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -256,7 +256,7 @@ class ModuleStates:
                 continue
             if name not in holder:
                 raise RebuildError(f"{whose} cannot be recomputed: its module has no {name} any more; keep it")
-            # FSDP puts gathered parameters in the place of sharded ones and back, by itself and in time.
+            # FSDP exchanges gathered and sharded parameters by itself, and in time.
             if type(tensor) not in PLAIN or type(holder[name]) not in PLAIN:
                 continue
             if tensor.numel() and not storage_bytes(tensor):
@@ -273,7 +273,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}
 
 
-def _places(found: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
+def _slots(found: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
     """For each name, the mapping that it is in; for ``map``, which reads them all at once."""
     pairs = [(holder, name) for holder, names in found for name in names]
     return [holder for holder, _ in pairs], [name for _, name in pairs]

@@ -36,7 +36,7 @@ class Variable(NamedTuple):
             return ...
 
     def set(self, value: Any) -> None:
-        """Let it be something else."""
+        """Assign it."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         else:

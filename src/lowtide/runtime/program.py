@@ -119,7 +119,7 @@ def compile_layer(
     for position, pack in zip(kind.positions, kind.packs, strict=True):
         decision = decide(pack)
         if pack.altered and isinstance(decisions.get(pack.owner), Swap):
-            ledger.line(index, pack.owner).keep(pack.storage_bytes, "written to in a way that torch does not count")
+            ledger.line(index, pack.owner).keep(pack.storage_bytes, "written to without a new version")
         if isinstance(decision, Swap):
             due.add(position + decision.prefetch)
     waiting = sorted(due)

@@ -207,7 +207,7 @@ def _numpy_memory() -> Any:
 
 
 _NUMPY_SIZE = 624 * 4 + 4
-"""Of numpy's usual generator: 624 numbers and the place of the next one."""
+"""Of numpy's usual generator: 624 numbers and the index of the next one."""
 
 
 def _numpy_state() -> Any:

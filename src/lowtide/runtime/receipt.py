@@ -28,13 +28,13 @@ class OperatorReceipt(NamedTuple):
     swaps: int
     """How many tensors left."""
     recomputes: int
-    """How many calls were repeated."""
+    """How many calls were replayed."""
     moved_bytes: int
     """The storages that left."""
     copied_bytes: int
-    """The bytes that crossed the link on the way out; less than moved where only a view of a storage was saved."""
+    """The bytes that were copied; less than moved where only a view of a storage was saved."""
     freed_bytes: int
-    """The device memory that was let go before backward."""
+    """The device memory that was freed before backward."""
     handed_back_bytes: int
     """Still on the device when backward asked for it."""
     kept_bytes: int
@@ -136,7 +136,7 @@ def write_receipt(
 
 
 def _whole_layers(policy: Policy) -> tuple[Setting, ...]:
-    """All there is to say before, or without, learning any operators."""
+    """All there is to say before, or without, profiling any layer."""
     layers = tuple(index for index, settings in enumerate(policy.layers) if isinstance(settings.default, Recompute))
     return (Setting(WHOLE, "recompute", layers, (), ()),) if layers else ()
 

@@ -114,7 +114,7 @@ def may_stop_early(layer: nn.Module, groups: frozenset[str]) -> bool:
 
     [Note: where a recomputed layer stops]
     Torch's checkpoint stops a recomputation once it has all that was saved. Where that is depends on what the layer
-    saved, and so on this rank's control flow. Tensor-parallel ranks have the same tokens and stop at the same place.
+    saved, and so on this rank's control flow. Tensor-parallel ranks have the same tokens and stop at the same point.
     Ranks that exchange tokens do not: one whose experts got none may have saved nothing after the exchange, stops
     before it, and leaves the others waiting there. The same goes for modules inside the layer that gather their own
     shards. Such layers run to their end.
@@ -191,7 +191,7 @@ class _Replays:
 
 
 class _Argument:
-    """Takes the place of an argument that can change."""
+    """Replaces an argument that can change."""
 
     __slots__ = ("copied", "original")
 
@@ -238,7 +238,7 @@ class _Call:
         )
 
     def put_back(self) -> list[Callable[[], object]]:
-        """Let everything be as it was; what undoes that."""
+        """Restore everything; returns what undoes that."""
         undo: list[Callable[[], object]] = []
         try:
             undo.append(self.modules.put_back(self.whose))
@@ -258,7 +258,7 @@ class _Call:
 
 
 def _entered(contexts: list[AbstractContextManager[None]]) -> Callable[[], object]:
-    """Enter them; what leaves them."""
+    """Enter them; returns what exits them."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

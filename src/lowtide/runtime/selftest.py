@@ -128,7 +128,7 @@ def _measure(model: nn.Module, policy: LayerPolicy | None, batch: Tensor, rounds
     whole = Policy((policy,) * len(list(model.children())), origin="solver") if policy is not None else None
     handle = apply(model, whole) if whole is not None else None
     best, peak, receipt = float("inf"), None, None
-    for number in range(rounds + 2):  # the first learns, the second fills the pools
+    for number in range(rounds + 2):  # the first profiles, the second fills the pools
         model.zero_grad()
         if handle is not None:
             handle.receipt()

@@ -15,11 +15,12 @@ from lowtide.operators.saved import Kept, PackHook, Saved
 from lowtide.policy import Swap
 from lowtide.runtime.disk import DiskFile, Extent
 from lowtide.runtime.host import HostPool
+from lowtide.runtime.host_copy import DiskCopy, HostCopy
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.link import Link
 from lowtide.runtime.module_state import BufferCopies
 from lowtide.runtime.outside import Outside
-from lowtide.runtime.places import DiskPlace, HostPlace, Link
 from lowtide.runtime.schedule import Prefetching, Schedule
 from lowtide.runtime.swapped import Reloads, Swapped, SwappedSlice, SwappedView
 from lowtide.runtime.view import SavedParts, as_stored
@@ -67,10 +68,10 @@ class SwapManager:
         extent = self._extent(source.nbytes, line) if swap.tier == "disk" else None
         try:
             if extent is None:
-                place = HostPlace(link, source, buffer, line)
+                copy = HostCopy(link, source, buffer, line)
             else:
-                place = DiskPlace(link, source, buffer, line, self.disk, extent)
-            swapped = Swapped(self.reloads, source, size, line, place)
+                copy = DiskCopy(link, source, buffer, line, self.disk, extent)
+            swapped = Swapped(self.reloads, source, size, line, copy)
         except RuntimeError as error:
             line.keep(size, f"the offload failed: {str(error).splitlines()[0][:120]}")
             line.stash.append(buffer)
@@ -151,8 +152,8 @@ class Offloads:
         if type(tensor) not in PLAIN:
             whole = taken_apart(tensor)
             parts = {name: self.find(part) for name, part in whole.tensors.items()} if whole is not None else {}
-            away = {name: part for name, part in parts.items() if part is not None}
-            return SavedParts(whole, away) if whole is not None and len(away) == len(parts) else None
+            offloaded = {name: part for name, part in parts.items() if part is not None}
+            return SavedParts(whole, offloaded) if whole is not None and len(offloaded) == len(parts) else None
         known = self.known.get(storage_key(tensor))
         if known is None or known[0].expired() or known[1] != tensor._version:  # written to since: another value
             return None

@@ -24,8 +24,8 @@ from lowtide._torch_private.backward import at_end_of_backward, current_backward
 from lowtide.errors import SwapError
 from lowtide.operators.saved import Saved
 from lowtide.out_of_memory import is_out_of_memory
+from lowtide.runtime.host_copy import HostCopy
 from lowtide.runtime.ledger import Line
-from lowtide.runtime.places import HostPlace
 from lowtide.runtime.view import View
 
 __all__ = ["Reloads", "Swapped", "SwappedSlice", "SwappedView"]
@@ -64,12 +64,12 @@ class Swapped:
     """A storage that is offloaded between forward and backward. See [Note: lifetime]."""
 
     __slots__ = (
-        "__weakref__", "ahead", "device", "dtype", "handed", "line", "mutated", "place", "reloads", "shape",
+        "__weakref__", "ahead", "copy", "device", "dtype", "handed", "line", "mutated", "reloads", "shape",
         "size", "source", "target", "version",
     )  # fmt: skip
 
-    def __init__(self, reloads: Reloads, source: Tensor, size: int, line: Line, place: HostPlace) -> None:
-        self.reloads, self.size, self.line, self.place = reloads, size, line, place
+    def __init__(self, reloads: Reloads, source: Tensor, size: int, line: Line, copy: HostCopy) -> None:
+        self.reloads, self.size, self.line, self.copy = reloads, size, line, copy
         self.source: Tensor | None = source
         """The tensor, until its device memory is freed."""
         self.shape, self.dtype, self.device = source.shape, source.dtype, source.device
@@ -85,7 +85,7 @@ class Swapped:
             return
         if source._version != self.version:
             self.mutated = True  # the copy may have seen either value; autograd would refuse it, and so do we
-        self.place.wait_offload()
+        self.copy.wait_offload()
         self.source = None
         self.line.freed_bytes += self.size
 
@@ -125,7 +125,7 @@ class Swapped:
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-            self.line.note("a reload failed and was repeated")
+            self.line.note("a reload failed and was tried again")
             try:
                 return self._on_device()
             except RuntimeError as error:
@@ -141,7 +141,7 @@ class Swapped:
             if self.target is not None:
                 self._used()
                 with suppress(RuntimeError, SwapError):  # a reload that failed was not asked for
-                    self.place.forget_reload()
+                    self.copy.forget_reload()
                 self.target = None
 
     def _on_device(self) -> Tensor:
@@ -151,11 +151,11 @@ class Swapped:
         target = self.target
         assert target is not None
         try:
-            self.place.wait_reload(target)
+            self.copy.wait_reload(target)
         except BaseException:
             with suppress(Exception):  # a copy may have been issued: its target stays until it has ended
-                self.place.forget_reload()
-            self.place.link.settle()
+                self.copy.forget_reload()
+            self.copy.link.settle()
             self.target = None
             raise
         return target
@@ -163,9 +163,9 @@ class Swapped:
     def _reload(self) -> None:
         target = self.target = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         try:
-            self.place.reload(target)
+            self.copy.reload(target)
         except BaseException:
-            self.place.link.settle()
+            self.copy.link.settle()
             self.target = None  # what was never filled must not be taken for the tensor
             raise
         self.reloads.add(self)
@@ -178,12 +178,12 @@ class Swapped:
     def __del__(self) -> None:
         with suppress(Exception):  # at the interpreter's end there is nothing left to wait for
             if self.source is not None:
-                self.place.wait_offload()
+                self.copy.wait_offload()
             if self.target is not None:
                 self._used()
-                self.place.forget_reload()
+                self.copy.forget_reload()
         with suppress(Exception):
-            self.place.close()
+            self.copy.close()
 
 
 class SwappedView:

@@ -22,7 +22,7 @@ from lowtide.runtime.receipt import Receipt
 __all__ = ["Verification", "verify"]
 
 STEPS = 3
-"""The first step learns; the others do what the Policy says."""
+"""The first step profiles; the others do what the Policy says."""
 
 
 class Verification(NamedTuple):
@@ -55,7 +55,7 @@ def verify(
         expected = [_step(model, batch, loss, before) for _ in range(STEPS)]
         different: list[str] = []
         known: Mapping[Structure, LayerKind] = {}
-        for checked in (True, False):  # with every tensor checked on its way, and then as in training
+        for checked in (True, False):  # with every tensor checked, and then as in training
             handle = apply(model, policy, layers=layers, limits=limits, verify=checked, profiles=known)
             try:
                 for step, values in enumerate(expected):

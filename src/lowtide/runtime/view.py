@@ -1,4 +1,4 @@
-"""How a tensor sees a storage, so that another storage with the same bytes can be seen the same way."""
+"""How a tensor sees a storage, so that another storage with the same bytes can be seen alike."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class View(NamedTuple):
 
     @staticmethod
     def by(tensor: Tensor) -> View:
-        """The way ``tensor`` sees its storage. A view of a subclass is one of the plain tensor that it holds."""
+        """How ``tensor`` sees its storage. A view of a subclass is one of the plain tensor that it holds."""
         wrap = subclass_wrapper(tensor)
         plain = tensor if wrap is None else inner_tensor(tensor)
         offset = int(plain.storage_offset())
