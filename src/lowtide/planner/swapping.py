@@ -50,10 +50,10 @@ _Entry: TypeAlias = tuple[int, int, Swapped]
 class Schedule:
     """What is waiting for an operator to be reached."""
 
-    __slots__ = ("base", "count", "leaving", "leaving_bytes", "let_go", "next", "now", "returning")
+    __slots__ = ("base", "count", "leaving", "leaving_bytes", "free", "next", "now", "returning")
 
-    def __init__(self, let_go: Callable[[Swapped], None]) -> None:
-        self.let_go = let_go
+    def __init__(self, free: Callable[[Swapped], None]) -> None:
+        self.free = free
         self.now = self.base = self.count = 0
         self.next = NEVER
         self.leaving: list[_Entry] = []
@@ -73,7 +73,7 @@ class Schedule:
         self.leaving_bytes += swapped.size
         self.next = min(self.next, due)
         while self.leaving_bytes > IN_FLIGHT_BYTES and self.leaving:
-            self._let_go()
+            self._free()
 
     def come_back(self, swapped: Swapped, due: int) -> None:
         """Start the copy back when backward reaches operator ``due``."""
@@ -85,7 +85,7 @@ class Schedule:
         """Operator ``number`` runs. Returns what must be reloaded when backward reaches it."""
         self.now = max(self.now, number)
         while self.leaving and self.leaving[0][0] <= number:
-            self._let_go()
+            self._free()
         due = []
         while self.returning and self.returning[0][0] <= number:
             due.append(heappop(self.returning)[2])
@@ -103,11 +103,11 @@ class Schedule:
             self._look_ahead()
         return due
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         _, _, swapped = heappop(self.leaving)
         self.leaving_bytes -= swapped.size
         if not swapped.gone:
-            self.let_go(swapped)
+            self.free(swapped)
 
     def _look_ahead(self) -> None:
         self.next = min(
@@ -120,7 +120,7 @@ class Swapping:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.schedule = Schedule(self._let_go)
+        self.schedule = Schedule(self._free)
         self.returning_bytes = 0
         """Of copies back that were started ahead of time and not used yet."""
         self.host_bytes = self.host_peak = self.moved = 0
@@ -162,13 +162,13 @@ class Swapping:
         if swapped.references:
             return
         swapped.gone = True
-        self._let_go(swapped)
+        self._free(swapped)
         if swapped.target is not None:
             self._arrive(swapped)
             self.rank.drop(swapped.target)
         self.host_bytes -= swapped.size
 
-    def _let_go(self, swapped: Swapped) -> None:
+    def _free(self, swapped: Swapped) -> None:
         source, swapped.source = swapped.source, None
         if source is not None:
             self.rank.wait(swapped.left, *swapped.label)

@@ -63,7 +63,7 @@ Place: TypeAlias = tuple[Phase, int]
 
 @dataclass(slots=True)
 class Storage:
-    """A storage that was made while we listened."""
+    """A storage that was made while recording."""
 
     size: int
     made: Place
