@@ -50,7 +50,7 @@ _Entry: TypeAlias = tuple[int, int, Swapped]
 class Schedule:
     """What is waiting for an operator to be reached."""
 
-    __slots__ = ("base", "count", "leaving", "leaving_bytes", "free", "next", "now", "returning")
+    __slots__ = ("base", "count", "free", "leaving", "leaving_bytes", "next", "now", "returning")
 
     def __init__(self, free: Callable[[Swapped], None]) -> None:
         self.free = free
