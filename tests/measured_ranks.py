@@ -30,7 +30,7 @@ class Shown(NamedTuple):
     same: bool
     """Whether looking on changed no bit of its parameters."""
     seconds: float
-    """Of a step on which nobody looks on."""
+    """Of a step that is not measured."""
 
 
 def measured_trace(rank: TracedRank) -> Shown:

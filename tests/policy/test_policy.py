@@ -133,7 +133,7 @@ def test_a_uniform_policy_is_resolved_against_every_layer() -> None:
     assert [layer.decisions["up"] for layer in resolution.layers] == [Recompute()] * 5
 
 
-def test_only_one_layer_can_stand_for_every_layer() -> None:
+def test_a_policy_for_any_depth_has_one_layer_policy() -> None:
     with pytest.raises(PolicyError, match="one LayerPolicy; found 2"):
         Policy((LayerPolicy(),) * 2, any_depth=True)
 
