@@ -34,7 +34,7 @@ class Shown(NamedTuple):
 
 
 def measured_trace(rank: TracedRank) -> Shown:
-    """Train twice on this rank, the second time looked on."""
+    """Train twice on this rank, the second time measured."""
     tide.configure(poison=False)
     plain, seconds, _ = _trained(rank, watched=False)
     watched, _, measuring = _trained(rank, watched=True)

@@ -17,7 +17,7 @@ from lowtide.report.run import Run, SettingRow
 from lowtide.report.tables import sections_of
 from plan_cases import llama_plan
 
-SECTIONS = ("memory", "ways", "grid", "stages", "peak", "yaml", "honesty")
+SECTIONS = ("memory", "options", "grid", "stages", "peak", "yaml", "honesty")
 RUN = Run(
     settings=(SettingRow("feed_forward", "swap(6)", "0-3", 10, 20, 0.1, 0.2, 0.3, ("a <b> note",)),),
     without_effect=("nothing has no effect",),

@@ -131,10 +131,10 @@ class _Unknowns(NamedTuple):
     whole: int
     whole_swapped: int
     recomputed: dict[int, int]
-    """By the operator's place."""
+    """By the operator's index."""
     swapped: dict[int, int]
     held: dict[int, int]
-    """By the input's place: in how many layers it is held for a rebuild."""
+    """By the input's index: in how many layers it is held for a replay."""
     boundary_swapped: int
 
 

@@ -38,7 +38,7 @@ class Swapped:
         self.label = label
         """The layer, the operator whose value it is, and the micro-batch."""
         self.awaited = self.ahead = self.gone = False
-        """Whether the computation has waited for the copy back; whether that is on its way ahead of time; whether
+        """Whether compute has waited for the copy back; whether that is in flight ahead of time; whether
         nothing holds it any more."""
         self.references = 1
         """How many packs and captured calls refer to it."""
@@ -67,7 +67,7 @@ class Schedule:
         return self.base + offset
 
     def leave(self, swapped: Swapped, due: int) -> None:
-        """Let the device memory go when operator ``due`` is reached, or sooner if too much is on its way."""
+        """Free the device memory when operator ``due`` is reached, or sooner if too much is in flight."""
         self.count += 1
         heappush(self.leaving, (due, self.count, swapped))
         self.leaving_bytes += swapped.size
@@ -75,7 +75,7 @@ class Schedule:
         while self.leaving_bytes > IN_FLIGHT_BYTES and self.leaving:
             self._free()
 
-    def come_back(self, swapped: Swapped, due: int) -> None:
+    def reload_at(self, swapped: Swapped, due: int) -> None:
         """Start the copy back when backward reaches operator ``due``."""
         self.count += 1
         heappush(self.returning, (due, self.count, swapped))
@@ -149,7 +149,7 @@ class Swapping:
             self.returning_bytes += swapped.size
 
     def use(self, swapped: Swapped) -> Storage:
-        """Where it is on the device, for a computation that comes after its copy back."""
+        """The storage on the device, for compute that is ordered after its copy back."""
         if swapped.source is not None:
             return swapped.source
         target = swapped.target or self._bring_back(swapped)
