@@ -3,7 +3,7 @@
     python benchmarks/adaptive.py --json
 
 A Llama of 16 layers with Adam, on devices whose capacity is what is static and 40, 50, 60, 70, 80 and 90 % of the
-activations' peak. The run is told nothing: ``lowtide.adapt(model, optimizer)`` and ``run.step(...)``. Each time:
+activations' peak. The run gets no settings: ``lowtide.adapt(model, optimizer)`` and ``run.step(...)``. Each time:
 
 - ``worst_over_optimum``: its step after the switch against that of the plan made with perfect knowledge: a Trace taken
   with memory to spare, and the whole capacity as the budget. Both run on the same device; the virtual clock decides.
@@ -81,7 +81,7 @@ class Training:
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds on the virtual clock, and what the step gave."""
+    """Seconds on the virtual clock, and what the step returned."""
     torch.accelerator.synchronize()
     begin = tide.now()
     result = step()

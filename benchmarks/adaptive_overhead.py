@@ -11,7 +11,7 @@ was applied by hand take turns, in random order; each step's CPU time is compare
 - ``host_us``, ``host_us_armed``: the difference for each operator that runs in a step.
 - ``noise``: the ratio of two models that both have the Policy by hand.
 
-``--small`` takes a model of tiny operators, for which a dispatch mode is dearest.
+``--small`` takes a model of tiny operators, for which a dispatch mode costs most.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> int:
     assert armed is not None
 
     def own_step() -> None:
-        """Nobody can repeat it, so that the rescue stays armed."""
+        """The step cannot be retried, so that the rescue stays armed."""
         adapted[1].step()
         assert armed.armed
         runs[1].step()

@@ -4,11 +4,11 @@ Each is a context manager that puts something on a model's layers and takes it o
 
 The peer is TRL's ``OffloadActivations`` (which continues torchtune's), read from an installed or unpacked ``trl``:
 ``pip install --no-deps trl``. Only its one module is loaded, not the package. The module asks for three small things
-of packages that ``--no-deps`` leaves out; where they are missing they are stood in for while it is imported:
+of packages that ``--no-deps`` leaves out; where they are missing they are replaced while it is imported:
 ``accelerate.logging.get_logger`` by ``logging.getLogger``, ``accelerate.utils.versions.is_torch_version`` by True (all
 its questions are whether torch is new enough) and ``psutil.virtual_memory`` by one that never warns. Nothing else is
 changed: it reaches tide through ``torch.accelerator`` as it would any device. Its hooks are put around each layer, as
-lowtide's are, instead of around the whole model, so that both move the same tensors; its own ``with`` stands around
+lowtide's are, instead of around the whole model, so that both move the same tensors; its own ``with`` is around
 the step, as its trainer has it.
 """
 
@@ -133,7 +133,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def on_cpu(model: nn.Module, *, parameters: bool = True) -> Iterator[Attached]:
-    """Every layer under torch's ``save_on_cpu``, which pins memory only if it is told what the device is.
+    """Every layer under torch's ``save_on_cpu``, which pins memory only if the device is given.
 
     By itself it moves the layers' parameters as well; without ``parameters`` it is spared these.
     """

@@ -1,4 +1,4 @@
-"""Kill a training job at random moments, resume it, and compare with a run that nobody disturbed.
+"""Kill a training job at random moments, resume it, and compare with an undisturbed run.
 
     python benchmarks/crash.py --json
     python benchmarks/crash.py --quick
@@ -8,7 +8,7 @@ synchronously or asynchronously. SIGKILL hits the whole job or one rank (the oth
 moment or, for a fifth of the kills, while an uncommitted checkpoint is on the disk. The job is started again until its
 run is finished.
 
-Counted are: committed checkpoints that a resume did not reach (``lost_committed``: a rank had been told that it was
+Counted are: committed checkpoints that a resume did not reach (``lost_committed``: a rank had reported that it was
 committed); starts that could not load, and committed directories that a separate process could not load
 (``unloadable``); losses, norms and states that are not bit by bit those of the undisturbed run
 (``resume_not_bitwise``); and runs whose samples, each step counted once, are not exactly those of the undisturbed run
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def undisturbed_run(directory: Path, epochs: int) -> Attempt:
-    """The job when nobody disturbs it."""
+    """The job, undisturbed."""
     job = Job(directory / "reference", directory / "reference_run", False, epochs)
     processes = start(job, free_port(), reference=True)
     if not finished(processes, time.time() + PATIENCE):
@@ -234,7 +234,7 @@ def metrics_of(job: Job) -> list[Any]:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """A free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -290,8 +290,8 @@ def compare(name: str, run: list[Attempt], undisturbed: Attempt, findings: Findi
                 findings.unloadable.append(f"{where}: {checkpoint}: {content['error']}")
             elif content["digest"] != digests[content["step"]]:
                 findings.resume_not_bitwise.append(f"{where}: {checkpoint} holds another state")
-        told = [line["committed"] for lines in attempt.lines for line in lines if "committed" in line]
-        committed = max([committed, *told])
+        reported = [line["committed"] for lines in attempt.lines for line in lines if "committed" in line]
+        committed = max([committed, *reported])
         if max(attempt.steps, default=0) < committed:
             findings.lost_committed.append(f"{where}: step {committed} is not on the disk")
     for rank in range(RANKS):

@@ -2,7 +2,7 @@
 
 The ranks are forked from a process that has imported everything, because importing torch takes longer than the whole
 job. From there on they do what the command does: the file is read, the run directory opened, the newest checkpoint
-found, the run continued. Each rank leaves one JSON object a line of what it did, so that whoever killed it can tell.
+found, the run continued. Each rank writes what it did, one JSON object a line, for the process that killed it.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ def _work(job: Job, rank: int, port: int, reference: bool) -> None:
             lines.write(json.dumps(line) + "\n")
 
         def watched(loop: Loop, console: Any) -> dict[str, Any]:
-            told = Watched(loop, say, digests=reference)
+            watching = Watched(loop, say, digests=reference)
             result = steps(loop, console)
-            told.done()
+            watching.done()
             return result
 
         steps = Loop.train

@@ -51,7 +51,7 @@ def measure(build: Callable[[], nn.Module], configurations: dict[str, Attach], b
         for name, attach in configurations.items():
             models[name] = build()
             stack.enter_context(attach(models[name]))
-        for _ in range(3):  # lowtide learns in the first, and caches fill
+        for _ in range(3):  # lowtide profiles layers in the first, and caches fill
             for model in models.values():
                 _step(model)
         stack.enter_context(_collector_paused())

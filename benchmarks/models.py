@@ -7,7 +7,7 @@ else (55 GB/s times f²), so the time a tensor spends on the link, as a share of
 model on a full H100. The link of the *unscaled* machine would be 64 times too fast for these tensors. The quick model
 is a sixteenth on a machine of a sixteenth: the same times, for an eighth of the work.
 
-Numbers are float32, since bfloat16 products take many CPUs ten times as long. They stand for bfloat16: the machine
+Numbers are float32, since bfloat16 products take many CPUs ten times as long. They represent bfloat16: the machine
 computes float32 at its bfloat16 rate, and its capacity and bandwidths are doubled as the bytes are, which leaves
 every duration as it would be.
 """
@@ -132,7 +132,7 @@ class StepFigures:
 
 
 class Trainer:
-    """One model on tide, trained anew from the same start in every configuration."""
+    """One model on tide, trained from the same start in every configuration."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -146,7 +146,7 @@ class Trainer:
         self.reference: list[Tensor] = []
 
     def run(self, attach: Attach, steps: int = 2) -> tuple[StepFigures, Handle | None]:
-        """The figures of the last of ``steps`` steps; lowtide learns in the first."""
+        """The figures of the last of ``steps`` steps; lowtide profiles layers in the first."""
         with torch.no_grad():
             for parameter, start in zip(self.model.parameters(), self.start, strict=True):
                 parameter.copy_(start)

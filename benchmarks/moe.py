@@ -3,7 +3,7 @@
     python benchmarks/moe.py --json
 
 Forward and backward, on one thread of the CPU. Experts: one projection of each token by its expert's weights, with 16
-and 64 experts, in bfloat16 and single precision; tokens are divided among them at random, so that some have many and
+and 64 experts, in bfloat16 and single precision; tokens are split among them at random, so that some have many and
 some none. The loop is a product for each expert over unbound weights, as one would write it; ``grouped`` is torch's
 grouped product, and ``chosen`` what a model takes on this device in this type: see ``grouped_is_faster``. A ratio is
 the time over that of the loop (of eager, for fused kernels); below 1 is faster. Times are the processor's, which others

@@ -4,11 +4,11 @@
     python benchmarks/oom_sweep.py --quick
 
 On the virtual accelerator ``tide``. At the k-th allocation of a step with Adam the capacity drops to what is then
-allocated less x, for the rest of the step: forward, backward and optimizer. Where a step is begun anew, the capacity
+allocated less x, for the rest of the step: forward, backward and optimizer. Where a step is retried, the capacity
 is lifted. x is 1/64, 1/16, 1/8 and 1/4 of the activations' peak, one after another. A Llama-like and a MoE-like model,
 both with dropout.
 
-- A run of ``lowtide.adapt`` as anybody would start it, with a Policy beside it that recomputes a layer and some
+- A run of ``lowtide.adapt`` as users start it, with a fixed Policy that recomputes a layer and some
   operators: it is measured and planned, and then each k has a step of it, for every k.
 - Its rescue alone, under no Policy, full recompute, and a mixed one that swaps and recomputes single operators; armed,
   and disarmed: every 7th k, always from the same state.

@@ -8,10 +8,9 @@ Each case is a random Policy (keep, recompute and swap by operator and by layer,
 to 30, both tiers, small and large limits) on a model of one of sixteen families (decoders, encoders, both at once,
 experts, state spaces, vision, speech), in single precision, under bfloat16 autocast or with dropout, on the CPU or on
 the virtual accelerator ``tide``, with optimizer steps between. The same run without lowtide is made once for each
-model, setting, device and order of micro-batches. Beside the values, a case must leave no race on tide, as many device
-bytes after each step as the run without, and every host buffer and piece of disk returned. Two processes run side by
-side.
-A case is known by its number: ``--case`` repeats one.
+model, setting, device and order of micro-batches. Besides equal values, a case must show no race on tide, as many
+device bytes after each step as the run without, and every host buffer and piece of disk returned. Two processes run
+side by side. A case is known by its number: ``--case`` runs one.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def _outcome(number: int) -> Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--cases", type=int, default=CASES, metavar="N", help=f"how many; {CASES} unless told")
+    parser.add_argument("--cases", type=int, default=CASES, metavar="N", help=f"how many; {CASES} unless given")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes side by side")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases only")
     parser.add_argument("--case", type=int, metavar="NUMBER", help="one case only, and print its Policy")

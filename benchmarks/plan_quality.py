@@ -18,7 +18,7 @@ decide:
   ``gap_at_least`` at the least itself, where the solver's model of what passes is too coarse to say much.
 - ``won_back_at_half``: with half of the activations' memory, the share of the time between full recompute and none that
   the plan wins back; ``_recompute_only`` without swap. The budget is parameters and gradients, and half of what a step
-  that keeps everything reserves beside them.
+  that keeps everything reserves in addition.
 
 The models are of the width of a 70B one (8192) at a 32nd, on a machine of a 32nd of an H100: see ``models.py``. Each
 has a process of its own. What is measured is the virtual clock, so they may run side by side.
@@ -78,7 +78,7 @@ class Measured:
 
 
 class Bench:
-    """One model on tide, its Trace, and the device as it was calibrated."""
+    """One model on tide, its Trace, and the calibrated device."""
 
     def __init__(self, name: str, model: nn.Module, run: Callable[[], Tensor], console: Console) -> None:
         self.name, self.model, self.run, self.console = name, model, run, console
@@ -93,7 +93,7 @@ class Bench:
         return simulate(self.trace, policy, self.device, optimizer=False)
 
     def measure(self, attach: Attach, steps: int = 2) -> Measured:
-        """The last of some steps; lowtide learns in the first."""
+        """The last of some steps; lowtide profiles layers in the first."""
         with ExitStack() as stack:
             attached = stack.enter_context(attach(self.model))
             for _ in range(steps):

@@ -51,7 +51,7 @@ HIDDEN_SEED = 7
 
 
 def use_machine(*, hidden: bool = True) -> None:
-    """An eighth of an H100, whose kernels and links reach efficiencies that nobody is told."""
+    """An eighth of an H100, whose kernels and links reach efficiencies that the predictor is not given."""
     tide.reset()
     machine = tide.scaled("h100", 1 / 8)
     tide.configure(
@@ -167,7 +167,7 @@ class Subject:
             self.loss().backward()
 
     def measure(self, policy: Policy, micro_batches: int) -> Measured:
-        """A warm step on tide: the runtime learns the layers in the first one."""
+        """A warm step on tide: the runtime profiles the layers in the first one."""
         with applied(self.model, policy):
             self.step(micro_batches)
             return _measured(partial(self.step, micro_batches), self.model)

@@ -11,7 +11,7 @@ clock, which alone sees Python: layers of 16 numbers' width on the CPU, interlea
 the gated half of a Llama layer; ``*_raw`` against the bare model; ``*_llama`` on whole Llama layers, where a
 microsecond is harder to see. The yardsticks: for keep, the bare model; for swap (one operator a layer), saved-tensor
 hooks around each layer, written by hand, that clone the one tensor, chosen by its position, out and back; for recompute
-(silu and the product), saved-tensor hooks around each layer that do nothing, with silu and the product run once more
+(silu and the product), saved-tensor hooks around each layer that do nothing, with silu and the product run again
 under ``no_grad``. ``host_us_noise`` and ``ratio_noise`` are what two bare models differ by, ``host_us_hook`` what a
 hook that does nothing costs for each saved tensor: figures of two machines compare through it. ``keep_calls`` counts
 the function calls that a kept model adds to a step, which is exact.
@@ -66,10 +66,10 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     runs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Every configuration's step on tide, as it was measured."""
+    """Every configuration's measured step on tide."""
 
     def add(self, name: str, value: float | None, limit: str = "", *, tolerance: float = 0.0) -> None:
-        """Take a figure down. ``tolerance`` is what the measurement cannot tell from nothing."""
+        """Record a figure. ``tolerance`` is what the measurement cannot distinguish from nothing."""
         self.figures[name] = round(value, 4) if value is not None else None
         if limit:
             test, bound = limit.split()
@@ -179,7 +179,7 @@ def recompute(steps: Steps, report: Report) -> None:
 
 
 def swap_attention(steps: Steps, report: Report, prefetches: tuple[int, ...]) -> None:
-    """Attention's outputs of all layers: moved beside the computation."""
+    """Attention's outputs of all layers: moved, overlapped with compute."""
     best: tuple[float, float] | None = None
     for prefetch in prefetches:
         policy = rules(ATTENTION, decision=Swap(prefetch))
@@ -194,7 +194,7 @@ def swap_attention(steps: Steps, report: Report, prefetches: tuple[int, ...]) ->
     layers, rate = steps.trainer.shape.layers, tide.configuration()["device_to_host_bandwidth"]
     report.notes.append(
         f"a layer moves {moved / layers / 2**20:.3f} MiB at {rate / 1e9:.2f} GB/s: {moved / layers / rate * 1e3:.3f} ms"
-        f" each way ({link / layers / 1e6:.3f} with latency), beside {steps.bare.nanoseconds / layers / 1e6:.3f} ms of"
+        f" each way ({link / layers / 1e6:.3f} with latency), against {steps.bare.nanoseconds / layers / 1e6:.3f} ms of"
         " forward and backward"
     )
     report.add("swap_ratio", best[0], "<= 1.02")

@@ -105,7 +105,7 @@ class Fault:
     fault: str
     happens: Literal["goes on", "stops"]
     """Goes on: loss and gradients are bitwise those of the run without lowtide. Stops: an exception of that class;
-    what was held is given back, and the same step, run again without the fault, is bitwise the same."""
+    what was held is freed, and the same step, retried without the fault, is bitwise the same."""
     seen: str
     """What the receipt notes, or what is raised."""
     arm: Arm
@@ -395,7 +395,7 @@ HEAD = """# When something fails
 <!-- Written by tests/fault_cases.py; tests/faults holds every line of it to its word. -->
 
 A run with lowtide either goes on, with the loss and every gradient bitwise as without it, or stops with an exception.
-It never goes on with other numbers. After an exception nothing is held, and the step can be run again.
+It never goes on with other numbers. After an exception nothing is held, and the step can be retried.
 
 | what fails | tier | device | what happens | what the receipt or the exception says |
 |---|---|---|---|---|
@@ -404,7 +404,7 @@ TAIL = """| the process is killed (`SIGKILL`) | disk | cpu | stops | nothing is 
 
 `tide` is the virtual accelerator of `tests/tide`, on which copies and allocations can be made to fail. The disk is
 made to fail by the kernel's own means: `/dev/full`, `/proc/self/mem`, a limit on file sizes, and bytes that are changed
-behind lowtide's back. Each step that goes on or is run again is compared with the run without lowtide.
+behind lowtide's back. Each step that goes on or is retried is compared with the run without lowtide.
 """
 
 

@@ -30,11 +30,11 @@ class Shown(NamedTuple):
     same: bool
     """Whether looking on changed no bit of its parameters."""
     seconds: float
-    """Of a step on which nobody looks on."""
+    """Of a step that is not measured."""
 
 
 def measured_trace(rank: TracedRank) -> Shown:
-    """Train twice on this rank, the second time looked on."""
+    """Train twice on this rank, the second time measured."""
     tide.configure(poison=False)
     plain, seconds, _ = _trained(rank, watched=False)
     watched, _, measuring = _trained(rank, watched=True)

@@ -71,7 +71,7 @@ class Outcome:
     error: str = ""
     swaps: int = 0
     recomputes: int = 0
-    """How often something was swapped, and how often a call or a whole layer was repeated."""
+    """How often something was swapped, and how often a call or a whole layer was replayed."""
 
     @property
     def exact(self) -> bool:
@@ -170,7 +170,7 @@ class Run:
     values: dict[str, Tensor]
     """Every loss and gradient of every step, and the parameters at the end; on the host."""
     held: tuple[int, ...]
-    """Device bytes allocated after each step, the gradients let go."""
+    """Device bytes allocated after each step, without the gradients."""
 
 
 class Trainee:

@@ -298,7 +298,7 @@ def convnext(dropout: float) -> nn.Module:
 
 
 CACHES = True
-"""Most models keep keys and values unless they are told not to, also in training; so do most families here."""
+"""Most models keep keys and values unless asked not to, also in training; so do most families here."""
 
 MODELS: dict[str, Callable[[float], nn.Module]] = {
     "reference": lambda dropout: Reference(FeedForward, dropout),

@@ -19,7 +19,7 @@ PATIENCE = 600  # seconds; the machine is shared, and up to four processes start
 
 
 class Ranks:
-    """The processes. They start with the first program, and anew after one that failed."""
+    """The processes. They start with the first program, and again after one that failed."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,6 +1,6 @@
 """A run that adapts itself, and in each of whose steps the device's memory shrinks at another allocation.
 
-The run goes on from step to step, as a user's would: plans are made anew where memory was missing, and what one step
+The run goes on from step to step, as a user's would: it re-plans on OOM, and what one step
 left wrong would show in all that follow. Afterwards the same steps are run without lowtide.
 """
 

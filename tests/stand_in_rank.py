@@ -49,7 +49,7 @@ def main(log_dir: Path, deed: str) -> None:
         (log_dir / f"waiting_{rank}").write_text(str(os.getpid()))
         time.sleep(120)
     if rank == 1 and (deed == "fail" or (deed == "fail_once" and not restarted())):
-        raise RuntimeError("this rank was told to fail")
+        raise RuntimeError("this rank was made to fail")
     dist.barrier()
     dist.destroy_process_group()
     logs.close()

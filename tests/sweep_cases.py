@@ -1,7 +1,7 @@
 """A training step during which the device's memory shrinks, and what it leaves: what an undisturbed one does.
 
 At the k-th allocation of the step the capacity drops to what is then allocated less x, and stays there until the step
-ends, or is given up and begun anew.
+ends, or is aborted and retried.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Outcome:
 
 
 class Subject:
-    """A model whose one step is run again and again from the same state."""
+    """A model whose one step is run many times from the same state."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Subject:
         self.marks: dict[str, int] = {}
         self.peak = 0
         torch.manual_seed(3)
-        for _ in range(2):  # a Policy is learnt, and the optimizer makes its states
+        for _ in range(2):  # layers are profiled, and the optimizer makes its states
             step(self)
         optimizer.zero_grad()
         self.start = self.values()
@@ -365,7 +365,7 @@ def on_ranks(layout: str, failing: int, offset: int, stride: int, share: float, 
 
 
 def spoilt_on(failing: int) -> tuple[int, list[str]]:
-    """A step in which an operator of one rank writes, and fails then: how often it was begun anew, and what differs."""
+    """A step in which an operator of one rank writes, and fails then: how often it was retried, and what differs."""
     subject = sharded()
     subject.rescue.arm()
     with _careless() as write:
@@ -450,7 +450,7 @@ def phase_of(number: int, marks: dict[str, int]) -> str:
 
 
 def settled(expected: int) -> int:
-    """The bytes allocated; autograd's thread lets go of a failed graph a moment after the caller is told."""
+    """The bytes allocated; autograd's thread frees a failed graph a moment after the caller sees the error."""
     end = time.monotonic() + 2
     while (found := int(torch.accelerator.memory_allocated())) != expected and time.monotonic() < end:
         gc.collect()

@@ -52,3 +52,9 @@ def test_every_example_is_accepted(file: Path) -> None:
     result = check_text(file.read_text(encoding="utf-8"), layer_operators)
     assert result.ok, result.as_json()["errors"]
     assert result.policy is not None
+
+
+def test_every_path_of_the_glossary_exists() -> None:
+    paths = re.findall(r"`(lowtide/[\w/.]+)`", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / "src" / path).exists()] == []

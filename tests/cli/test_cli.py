@@ -65,7 +65,7 @@ def test_check_is_plain_on_anything_but_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("flags", "coloured"), [((), True), (("--no-color",), False)])
-def test_check_colours_a_terminal_unless_told_not_to(flags: tuple[str, ...], coloured: bool) -> None:
+def test_check_colours_a_terminal_unless_a_flag_says_not_to(flags: tuple[str, ...], coloured: bool) -> None:
     result = CliRunner().invoke(app, ["check", *flags, str(EXAMPLE)], env={"FORCE_COLOR": "1", "TERM": "xterm"})
     assert ("\x1b[33m" in result.stdout) is coloured
 

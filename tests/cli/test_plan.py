@@ -29,8 +29,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def budget(trace: Path) -> int:
     """Between what any policy needs and what keeping everything does."""
     _, out, _ = run("explain", trace, "--budget", "80GiB", "--json")
-    ways = {way["name"]: way["reserved"] for way in json.loads(out)["ways"]}
-    return (ways["keep everything"] + min(ways.values())) // 2
+    options = {option["name"]: option["reserved"] for option in json.loads(out)["options"]}
+    return (options["keep everything"] + min(options.values())) // 2
 
 
 def test_plan_says_that_it_fits_and_writes_what_it_is_asked_for(trace: Path, budget: int, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_layout_reaches_the_plan(trace: Path) -> None:
 def test_explain_tells_the_peak_the_ways_and_the_recommendation(trace: Path, budget: int) -> None:
     code, out, _ = run("explain", trace, "--budget", budget)
     assert code == 0
-    for text in ("the peak\n", "made of ", "ways to run it\n", "keep everything", "->", "recommended: "):
+    for text in ("the peak\n", "made of ", "options\n", "keep everything", "->", "recommended: "):
         assert text in out
 
 

@@ -41,7 +41,7 @@ def parsed(*arguments: str) -> dict[str, Any]:
     return params
 
 
-def test_a_rank_is_told_exactly_what_the_command_was_told(file: Path) -> None:
+def test_a_rank_gets_exactly_the_options_of_the_command(file: Path) -> None:
     texts = ["context.memory_optimize_level='O0'", "model.model_config.offset=[1, 0]", "seed=7"]
     values, check = _read(file, texts, "finetune", "True", 4)
     options = _options(
@@ -63,7 +63,7 @@ def test_a_rank_is_told_exactly_what_the_command_was_told(file: Path) -> None:
     assert [type(value) for value in again.values()] == [type(value) for value in values.values()]
     keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "timeout", "track", "as_json")
     assert _options(check, **{key: rank[key] for key in keys}) == options
-    assert rank["processes"] is None  # a rank starts nobody
+    assert rank["processes"] is None  # a rank starts no processes
 
 
 def test_logs_are_in_the_run_directory_unless_said_otherwise(file: Path) -> None:

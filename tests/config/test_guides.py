@@ -83,7 +83,7 @@ def test_a_swap_case_gives_the_guides_own_lines(case: str) -> None:
     assert not result.problems.warnings
 
 
-def test_swapped_attention_beside_a_recomputed_feed_forward_stays_swapped() -> None:
+def test_swapped_attention_next_to_a_recomputed_feed_forward_stays_swapped() -> None:
     result = accepted(SWAP_CASES["4: swap and recompute"].text)
     assert result.resolution is not None
     decisions = result.resolution.layers[0].decisions

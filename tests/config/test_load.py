@@ -73,7 +73,7 @@ def test_a_damaged_policy_is_refused_with_the_name_of_its_file(tmp_path: Path, d
 def test_a_policy_in_broken_yaml_is_refused_with_its_position(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("lowtide_policy: 1\nlayers: [\n")
-    with pytest.raises(ConfigError, match=r"policy\.yaml:\d+:\d+"):
+    with pytest.raises(PolicyError, match=r"policy\.yaml: line \d+, column \d+"):
         load_policy(file)
 
 

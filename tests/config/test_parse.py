@@ -63,7 +63,7 @@ def test_every_key_and_value_has_its_position() -> None:
         ("a: !!python/object/apply:os.system ['true']", 1, 4, "not allowed"),
         ("a: !new {}", 1, 4, "not allowed"),
         ("a: !!binary aGk=", 1, 4, "not allowed"),
-        ("a: 1\nb: 2\na: 3", 3, 1, "second time"),
+        ("a: 1\nb: 2\na: 3", 3, 1, "given twice"),
         ("a: *nothing", 1, 4, "refers to no anchor"),
         ("a: &a [*a]", 1, 8, "contains itself"),
         ("a: [1, 2", 1, 9, "not valid YAML"),

@@ -19,7 +19,7 @@ def test_every_device_that_the_command_promises_is_there_and_says_what_it_assume
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_figures_stand_in_a_sane_order(device: Device) -> None:
+def test_figures_are_in_a_sane_order(device: Device) -> None:
     assert device.flops["float64"] <= device.flops["float32"] <= device.flops["bfloat16"]
     assert device.network <= device.interconnect <= device.memory_bandwidth
     assert device.link_out < device.memory_bandwidth

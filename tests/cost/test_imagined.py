@@ -1,4 +1,4 @@
-"""Fake tensors on the CPU save what an accelerator saves, if they are told so."""
+"""Fake tensors on the CPU save what an accelerator saves, if asked to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel is run again from its kind and its shape text."""
+"""A kernel can be rerun from its kind and its shape text."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def expert_parallel(decision: str) -> dict[str, Tensor]:
         handle = apply(model, Policy((policies[decision],) * 3, origin="solver"), limits=Limits(minimum_bytes=1))
     batch = tokens(2, seed=1)[mesh.get_local_rank()].unsqueeze(0)
     set_auxiliary_scale(model, 1 / mesh.size())
-    for _ in range(2):  # the first step learns
+    for _ in range(2):  # the first step profiles
         model.zero_grad()
         loss = loss_of(model(batch), batch)
         (loss / mesh.size()).backward()

@@ -1,4 +1,4 @@
-"""Fused kernels: the numbers of the eager functions, chosen openly, and repeated exactly."""
+"""Fused kernels: the numbers of the eager functions, chosen openly, and recomputed exactly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _choose_anew() -> Iterator[None]:
+def _choose_again() -> Iterator[None]:
     kernels._choose.cache_clear()
     yield
     kernels._choose.cache_clear()

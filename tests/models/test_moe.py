@@ -269,7 +269,7 @@ def test_latent_attention_and_shared_experts_can_be_tensor_parallel(four_ranks: 
 
 
 @pytest.mark.xdist_group("four ranks")
-def test_divided_experts_can_be_sharded_further(four_ranks: Ranks) -> None:
+def test_expert_parallel_experts_can_be_sharded_further(four_ranks: Ranks) -> None:
     loss, expected = trained(tokens(4, seed=1))
     answers = four_ranks.run(layouts.experts_in_fsdp)
     torch.testing.assert_close(torch.stack([one["loss"] for one in answers]).mean(), loss, rtol=1e-6, atol=1e-6)

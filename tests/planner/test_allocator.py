@@ -78,7 +78,7 @@ def test_blocks_in_use_never_overlap_and_what_is_in_use_is_their_sum(program: li
 
 @settings(max_examples=100, deadline=None)
 @given(programs)
-def test_memory_that_was_let_go_is_used_again_before_more_is_reserved(program: list[int]) -> None:
+def test_freed_memory_is_reused_before_more_is_reserved(program: list[int]) -> None:
     allocator = Allocator()
     for block in run(program, allocator):
         allocator.release(block)

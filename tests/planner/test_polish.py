@@ -82,11 +82,11 @@ def test_the_cheapest_operators_that_fit_are_the_fewest(budget: int) -> None:
     assert policy is not None
     assert judge(policy).reserved <= budget < judge(everywhere(LayerPolicy())).reserved
     recomputed = {(layer, rule.pattern.text) for layer, one in enumerate(policy.layers) for rule in one.rules}
-    dear = {
+    costs = {
         again: [one.cost_per_byte for key, one in polishing.places.items() if (key in recomputed) == again]
         for again in (True, False)
     }
-    assert max(dear[True]) <= min(dear[False], default=float("inf"))
+    assert max(costs[True]) <= min(costs[False], default=float("inf"))
     least = max(recomputed, key=lambda key: (polishing.places[key].cost_per_byte, *key))
     rules = tuple(rule for rule in policy.layers[least[0]].rules if rule.pattern.text != least[1])
     fewer = replace(

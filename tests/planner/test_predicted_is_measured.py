@@ -68,7 +68,7 @@ class Subject:
 
 
 def untimed(trace: Trace) -> Trace:
-    """Nobody may know how long its kernels took."""
+    """How long its kernels took is not known."""
 
     def part(one: Part) -> Part:
         return replace(one, kernels=tuple(kernel._replace(seconds=None) for kernel in one.kernels))

@@ -33,10 +33,10 @@ def between() -> tuple[int, StageSolution]:
 
 
 def test_counts_that_are_over_by_a_byte_are_not_found_again_until_the_rounds_are_over() -> None:
-    told, first = between()
+    target, first = between()
     budget = first.memory - 1  # by the simulator, which is asked for the solver's own bytes
     found = fit_stage(
-        PROBLEM, budget, lambda one: simulated(one, one.memory), offset=budget - told, swap=False, rounds=2
+        PROBLEM, budget, lambda one: simulated(one, one.memory), offset=budget - target, swap=False, rounds=2
     )
     assert found.best is not None
     assert found.best.simulated.reserved <= budget
@@ -44,11 +44,11 @@ def test_counts_that_are_over_by_a_byte_are_not_found_again_until_the_rounds_are
 
 
 def test_where_nothing_else_fits_the_counts_that_need_least_memory_are_tried() -> None:
-    told, _ = between()
+    target, _ = between()
 
     def simulate(solution: StageSolution) -> StageSimulation:
-        return simulated(solution, told if solution.memory <= LEAST.memory else told + 1)
+        return simulated(solution, target if solution.memory <= LEAST.memory else target + 1)
 
-    found = fit_stage(PROBLEM, told, simulate, swap=False, rounds=2)
+    found = fit_stage(PROBLEM, target, simulate, swap=False, rounds=2)
     assert found.best is not None
     assert found.best.solution.memory == LEAST.memory

@@ -63,7 +63,7 @@ def test_what_is_recomputed_from_its_node_is_not_held_and_is_there_when_it_is_us
     assert stage.recompute == pytest.approx(2 * MS)
 
 
-def test_a_captured_call_holds_its_argument_and_is_repeated_once() -> None:
+def test_a_captured_call_holds_its_argument_and_is_replayed_once() -> None:
     kept, stage = stage_of(policy_of()), stage_of(policy_of(linear=Recompute()))
     assert kept.peak - stage.peak >= SIZE
     assert stage.recompute == pytest.approx(2 * MS)
@@ -88,7 +88,7 @@ def test_a_swapped_tensor_is_on_the_host_between_forward_and_backward() -> None:
     assert stage.peak <= stage_of(policy_of(layers=4), layers=4).peak - 2 * SIZE
 
 
-def test_device_memory_is_let_go_only_when_its_copy_out_is_complete() -> None:
+def test_device_memory_is_freed_only_when_its_copy_out_is_complete() -> None:
     stage = stage_of(policy_of(layers=4, linear=Swap(1)), layers=4)
     copies = {(span.layer, span.kind): span for span in stage.spans if span.kind in ("copy out", "stall")}
     # linear's value leaves while silu runs, and mul comes right after: with links this slow nothing has to wait,

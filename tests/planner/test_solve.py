@@ -177,7 +177,7 @@ def test_a_stage_with_more_micro_batches_in_flight_recomputes_more() -> None:
     assert extras[0] > extras[2] > 0
 
 
-def test_an_operator_that_cannot_be_repeated_is_never_recomputed() -> None:
+def test_an_operator_that_cannot_be_replayed_is_never_recomputed() -> None:
     part = made_part(
         "Layer",
         [
@@ -251,7 +251,7 @@ def _expected(solution: StageSolution) -> Mapping[str, int]:
 
 
 def test_a_copy_comes_back_before_it_is_needed() -> None:
-    """A longer copy is brought back further ahead."""
+    """A longer copy is reloaded further ahead."""
     trace = llama_trace(8)
     problems = stage_problems(trace, DEVICE, even_pipeline(8), roofline)
     solution = solve_stage(problems[0], solve_least(problems[0]).memory + 300 * MIB)

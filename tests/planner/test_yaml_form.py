@@ -1,4 +1,4 @@
-"""A Policy as YAML, read back: every operator has the same decision, or the difference is told."""
+"""A Policy as YAML, read back: every operator has the same decision, or the difference is reported."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ layer_policies = st.one_of(
         ]
     ),
 )
-def test_every_decision_is_read_back_or_told_as_lost(layers: list[LayerPolicy], pipeline: Pipeline) -> None:
+def test_every_decision_is_read_back_or_reported_as_lost(layers: list[LayerPolicy], pipeline: Pipeline) -> None:
     policy = Policy(tuple(layers), origin="solver")
     written = yaml_form(policy, TRACE.catalogue, pipeline)
     same = decisions(read_back(written.text)) == decisions(policy)
     assert same == (written.lost == ())
 
 
-def test_the_swap_of_an_input_is_told_as_lost() -> None:
+def test_the_swap_of_an_input_is_reported_as_lost() -> None:
     policy = Policy((LayerPolicy(default=Recompute(), boundary=Swap(3)),) * 8, origin="solver")
     written = yaml_form(policy, TRACE.catalogue, even_pipeline(8))
     assert written.lost == ("the layer's input is keep instead of swap(3) in layers 0-7",)

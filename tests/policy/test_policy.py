@@ -133,7 +133,7 @@ def test_a_uniform_policy_is_resolved_against_every_layer() -> None:
     assert [layer.decisions["up"] for layer in resolution.layers] == [Recompute()] * 5
 
 
-def test_only_one_layer_can_stand_for_every_layer() -> None:
+def test_a_policy_for_any_depth_has_one_layer_policy() -> None:
     with pytest.raises(PolicyError, match="one LayerPolicy; found 2"):
         Policy((LayerPolicy(),) * 2, any_depth=True)
 
@@ -155,3 +155,14 @@ def test_a_uniform_policy_survives_its_file(tmp_path: Path) -> None:
         assert Policy.load(tmp_path / name) == policy
     assert (tmp_path / "policy.yaml").read_text().startswith("lowtide_policy: 1\n")
     assert (tmp_path / "policy.json").read_text().startswith("{")
+
+
+def test_what_holds_no_policy_is_refused_with_the_name_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    for text in ("recompute_config: {recompute: true}\n", "", "- 1\n", "a: [\n", "{}"):
+        file.write_text(text)
+        with pytest.raises(PolicyError, match=r"train\.yaml: "):
+            Policy.load(file)
+    for wrong in (tmp_path / "missing.json", tmp_path):
+        with pytest.raises(PolicyError):
+            Policy.load(wrong)

@@ -147,14 +147,14 @@ def test_exclude_of_a_module_has_no_effect_where_only_operators_count() -> None:
     assert "only operators can be excluded" in str(resolution.unused[0])
 
 
-def test_collectives_are_repeated_at_operators_only() -> None:
+def test_collectives_are_reissued_at_operators_only() -> None:
     layer = LayerPolicy(collectives=(CollectiveRule(Pattern("norm")), CollectiveRule(Pattern("mlp"))))
     resolution = resolved(layer)
     assert resolution.layers[0].reissued_collectives == ("norm",)
     assert "only an operator has a collective" in str(resolution.unused[0])
 
 
-def test_a_kept_collective_wins_over_a_repeated_one() -> None:
+def test_a_kept_collective_wins_over_a_reissued_one() -> None:
     layer = LayerPolicy(collectives=(CollectiveRule(Pattern("norm")), CollectiveRule(Pattern("no.*"), reissue=False)))
     resolution = resolved(layer)
     assert resolution.layers[0].reissued_collectives == ()

@@ -95,7 +95,7 @@ def test_a_loop_of_ones_own_hears_of_it_on_standard_error(plan: Plan, capsys: py
     assert shown.err.startswith("lowtide: step 10: switched\n==================== ADAPTIVE-RECOMPUTE Report")
 
 
-def test_a_plan_without_operators_is_told_by_its_policy(plan: Plan) -> None:
+def test_a_plan_without_operators_is_described_by_its_policy(plan: Plan) -> None:
     assert "everything" in adaptive_text(replace(plan, operators=()))
 
 

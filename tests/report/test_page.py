@@ -17,7 +17,7 @@ from lowtide.report.run import Run, SettingRow
 from lowtide.report.tables import sections_of
 from plan_cases import llama_plan
 
-SECTIONS = ("memory", "ways", "grid", "stages", "peak", "yaml", "honesty")
+SECTIONS = ("memory", "options", "grid", "stages", "peak", "yaml", "honesty")
 RUN = Run(
     settings=(SettingRow("feed_forward", "swap(6)", "0-3", 10, 20, 0.1, 0.2, 0.3, ("a <b> note",)),),
     without_effect=("nothing has no effect",),
@@ -84,7 +84,7 @@ def test_tags_are_closed_in_their_order(plan: Plan) -> None:
     assert checker.open == []
 
 
-def test_names_are_escaped_wherever_they_stand(plan: Plan) -> None:
+def test_names_are_escaped_everywhere(plan: Plan) -> None:
     name = "<script>alert(1)</script>"
     stage = plan.simulation.stages[0]
     assert stage.peak_at is not None
@@ -119,7 +119,7 @@ def test_the_headline_of_a_plan_that_does_not_fit_says_so() -> None:
     assert "does not fit" in heading[0]
 
 
-def test_planned_and_measured_stand_side_by_side_and_the_error_is_said(plan: Plan) -> None:
+def test_planned_and_measured_are_shown_side_by_side_with_the_error(plan: Plan) -> None:
     page = make_page(plan, RUN)
     names = [trace["name"] for trace in figures(page)["memory"][0]["data"]]
     assert names == ["planned", "peak", "measured"]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lowtide.planner.plan import Option, Plan
 from lowtide.report.plan import explanation_as_json, print_explanation, print_plan
-from lowtide.report.words import headline, recommended, ways
+from lowtide.report.words import headline, recommended, shown_options
 from plan_cases import GIB, llama_plan
 
 
@@ -67,7 +67,7 @@ def test_ways_that_another_beats_are_left_out_and_well_known_ones_are_not() -> N
     stage = plan.simulation.stages[0]
     worse = replace(plan.simulation, seconds=9.0, stages=(replace(stage, seconds=9.0),))
     plan = replace(plan, options=(*plan.options, Option(name="worse", policy=plan.policy, simulation=worse, fits=True)))
-    shown = [one.name for one in ways(plan)]
+    shown = [one.name for one in shown_options(plan)]
     assert shown == ["keep everything", "the plan", "recompute only", "recompute every layer"]
     best = recommended(plan)
     assert best is not None
@@ -86,13 +86,13 @@ def test_of_ways_that_are_alike_one_is_shown() -> None:
     best = recommended(plan)
     assert best is not None
     plan = replace(plan, options=(replace(best, name="the same"), *plan.options))
-    assert len([one for one in ways(plan) if one.simulation.seconds == best.simulation.seconds]) == 1
+    assert len([one for one in shown_options(plan) if one.simulation.seconds == best.simulation.seconds]) == 1
 
 
 def test_where_nothing_fits_the_ways_that_need_least_are_shown() -> None:
     plan = llama_plan(feasible=False)
     assert recommended(plan) is None
-    assert min(one.simulation.reserved for one in ways(plan)) == plan.least
+    assert min(one.simulation.reserved for one in shown_options(plan)) == plan.least
 
 
 def test_the_explanation_is_json_too() -> None:
@@ -102,7 +102,7 @@ def test_the_explanation_is_json_too() -> None:
     assert value["budget"] == plan.budget
     assert value["peak"]["bytes"] == plan.simulation.peak
     assert sum(value["peak"]["made_of"].values()) == sum(one["bytes"] for one in value["peak"]["largest"])
-    assert sum(way["recommended"] for way in value["ways"]) == 1
+    assert sum(option["recommended"] for option in value["options"]) == 1
 
 
 def test_nothing_of_a_table_is_cut_off_on_a_narrow_terminal() -> None:

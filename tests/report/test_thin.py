@@ -56,7 +56,7 @@ def test_many_spans_become_as_few_blocks_as_a_page_can_hold() -> None:
     assert blocks(found[:300], 1.0, 1)[0].layers == "0-2"
 
 
-def test_a_copy_back_is_late_if_the_computation_stood_still_for_it() -> None:
+def test_a_copy_back_is_late_if_compute_waited_for_it() -> None:
     early = Span("link in", 0.0, 0.1, "copy back", 3, "w1", 0, 100)
     late = Span("link in", 0.1, 0.4, "copy back", 2, "w1", 0, 100)
     other = Span("link in", 0.1, 0.4, "copy back", 2, "w1", 1, 100)

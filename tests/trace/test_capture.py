@@ -1,4 +1,4 @@
-"""The capture writes down what a model does, all of it, and leaves the model as it was."""
+"""The capture records what a model does, all of it, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_whole_step_leaves_nothing_but_gradients_and_what_says_how_long_it_liv
     assert "until " not in left
 
 
-def test_every_saved_tensor_is_asked_for_and_let_go_once() -> None:
+def test_every_saved_tensor_is_unpacked_and_freed_once() -> None:
     for part in fake_trace().parts:
         for what in ("save", "done"):
             found = Counter(number for kind, number in (*part.forward, *part.backward) if kind == what)

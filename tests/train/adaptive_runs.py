@@ -19,7 +19,7 @@ from train.runs import close
 class Ran(NamedTuple):
     """What became of a run on one rank."""
 
-    told: list[tuple[float, float | None]]
+    reported: list[tuple[float, float | None]]
     """The loss and the norm of each step."""
     events: list[tuple[int, str]]
     phases: list[str]
@@ -51,23 +51,23 @@ def run(
     overrides: dict[tuple[str | int, ...], Any] = {tuple(key.split(".")): value for key, value in settings.items()}
     options = TrainOptions(run_directory=file.parent / "output", log_dir=file.parent / "logs", watchdog=0)
     loop = prepare(file, overrides, options, torch.device(device))
-    told = []
+    reported = []
     for step in range(1, steps + 1):
         if failures and step in failures:
             tide.faults.fail_allocation(failures[step])
         record = loop.one(step)
         loop._write_receipts(step)
-        told.append((record.loss, record.global_norm))
+        reported.append((record.loss, record.global_norm))
     tide.faults.disarm()
     adaptive = loop.adaptive
     if adaptive is None:
         close(loop)
-        return Ran(told, [], [], 0, "", [], [])
+        return Ran(reported, [], [], 0, "", [], [])
     assert loop.job.handles == ()
     adaptive.remove()
     close(loop)
     return Ran(
-        told,
+        reported,
         [(event.step, event.kind) for event in adaptive.events],
         [step.phase for step in adaptive.steps],
         sum(step.rescued for step in adaptive.steps),

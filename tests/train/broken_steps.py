@@ -1,4 +1,4 @@
-"""Steps that are broken off at an operator, as by an allocation that fails, and run again."""
+"""Steps that are aborted at an operator, as by OOM, and retried."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Failing(TorchDispatchMode):
         in_place = function in (torch.ops.aten.add_.Tensor, torch.ops.aten.fill_.Scalar)
         self.count += self.step.under_way and not in_place  # what follows a step is on the host
         if self.count == self.at:
-            raise torch.OutOfMemoryError(f"told to fail at operator {self.at}")
+            raise torch.OutOfMemoryError(f"made to fail at operator {self.at}")
         return function(*args, **(kwargs or {}))
 
 
@@ -73,9 +73,9 @@ def same(model: str, settings: dict[str, Any], shares: list[float]) -> tuple[boo
     """Whether the undisturbed run ends in the same losses and scale, and in the same bits; how often it was broken."""
     undisturbed, _ = run_steps(model, settings, [])
     disturbed, broken = run_steps(model, settings, shares)
-    told = undisturbed[:2] == disturbed[:2]
+    reported = undisturbed[:2] == disturbed[:2]
     bits = all(torch.equal(one, other) for one, other in zip(undisturbed.values, disturbed.values, strict=True))
-    return told, bits, broken
+    return reported, bits, broken
 
 
 def _loop(model: str, settings: dict[str, Any]) -> Loop:
@@ -105,7 +105,7 @@ def _count(loop: Loop, step: int) -> int:
 
 
 def _state(loop: Loop) -> Any:
-    """What whoever repeats a step keeps: parameters, the optimizers' states, and random numbers."""
+    """What the adaptive mode restores before a retry: parameters, the optimizers' states, and random numbers."""
     parameters = [one.detach().clone() for part in loop.job.models for one in part.parameters()]
     return parameters, [copy.deepcopy(list(one.state.values())) for one in loop.optimizers], torch.get_rng_state()
 

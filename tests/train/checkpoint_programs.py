@@ -82,7 +82,7 @@ def build(layout: str, seed: int) -> TrainState:
 
 
 def train(state: TrainState, steps: int) -> list[float]:
-    """Steps of training; pipeline stages stand alone here, for what is saved that is the same."""
+    """Steps of training; pipeline stages are separate models here, which is the same for what is saved."""
     losses = []
     for _ in range(steps):
         loss = torch.zeros(())
@@ -161,7 +161,7 @@ def resumed_from(directory: Path) -> tuple[str, str]:
 
 
 def fail_on_rank_1(directory: Path, asynchronous: bool) -> tuple[str, bool]:
-    """Rank 1 cannot write its file: what each rank is told, and whether training goes on."""
+    """Rank 1 cannot write its file: what each rank reports, and whether training goes on."""
     state = build("fsdp2", seed=0)
     train(state, 1)
     checkpoints = Checkpoints(directory, asynchronous=asynchronous)
@@ -185,7 +185,7 @@ def fail_on_rank_1(directory: Path, asynchronous: bool) -> tuple[str, bool]:
 
 
 def save_experts_of_its_own(directory: Path) -> str:
-    """Each rank has another weight under the same name, in a plain tensor: what it is told."""
+    """Each rank has another weight under the same name, in a plain tensor: the error that it gets."""
     torch.manual_seed(_rank())
     model = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "expert": nn.Linear(WIDTH, WIDTH)})
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""Gradients divided among four processes in every way that the runner divides them."""
+"""Gradients sharded over four processes in every way that the runner shards them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lowtide.train.clip import clip, global_norm
 RANKS = 4
 PATIENCE = 300  # seconds; the machine is shared
 SHAPES = [(7, 5), (8,), (1, 3), (6, 4, 2), (2, 2)]
-"""Some cannot be divided evenly by four, and one rank or more has nothing of the third."""
+"""Some cannot be sharded evenly over four, and one rank or more has nothing of the third."""
 
 
 def gradients() -> list[Tensor]:
@@ -81,7 +81,7 @@ def fsdp() -> dict[str, Any]:
 
 
 def tensor_parallel_in_data_parallel() -> dict[str, Any]:
-    """Weights on a mesh of the tensor-parallel ranks alone, and plain ones beside them."""
+    """Weights on a mesh of the tensor-parallel ranks alone, and plain ones."""
     mesh = square("dp", "tp")["tp"]
     first, *rest = gradients()
     return {"parameters": [sharded(first, mesh, Shard(1)), *(parameter(one) for one in rest)]}
@@ -119,7 +119,7 @@ def plain_experts() -> dict[str, Any]:
 
 
 def experts_in_fsdp() -> dict[str, Any]:
-    """Experts divided among two ranks, and each part by FSDP between the two ranks that have it."""
+    """Experts sharded over two ranks, and each part by FSDP over the two ranks that have it."""
     mesh = square("edp", "ep")
     *rest, experts = gradients()
     mine = sharded(experts.chunk(2)[mesh.get_local_rank("ep")], mesh["edp"], Shard(0))
@@ -151,12 +151,12 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def trained(divided: bool) -> nn.Module:
+def trained(sharded: bool) -> nn.Module:
     """A model after one backward; divided by tensor and sequence parallel inside FSDP2, or whole."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     samples = torch.randn(4, 6, 8)
-    if not divided:
+    if not sharded:
         model(samples).square().mean().backward()
         return model
     mesh = square("dp", "tp")
@@ -218,7 +218,7 @@ def _rank(rank: int, directory: Path) -> None:
         timeout=timedelta(seconds=PATIENCE),
     )
     result = {name: _norms(layout()) for name, layout in LAYOUTS.items()}
-    model = trained(divided=True)
+    model = trained(sharded=True)
     result["a model"] = _norms({"parameters": list(model.parameters())})
     (directory / f"{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()

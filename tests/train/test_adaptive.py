@@ -42,7 +42,7 @@ def both(ranks: Ranks, settings: dict[str, Any], *, model: str = "llama", budget
     adapt = {"adapt": {**ADAPT["adapt"], "budget": budget}}
     adapted: list[Ran] = ranks.run(adaptive_runs.run, model, {**settings, **adapt}, STEPS)
     for without, with_it in zip(plain, adapted, strict=True):
-        assert with_it.told == without.told
+        assert with_it.reported == without.reported
     return adapted
 
 
@@ -95,6 +95,6 @@ def test_an_allocation_that_fails_on_a_device_ends_no_run(one: Ranks) -> None:
     (plain,) = one.run(adaptive_runs.run, "llama", settings, STEPS, "tide")
     failures = {1: 40, 3: 60, 7: 30, 8: 90}
     (ran,) = one.run(adaptive_runs.run, "llama", {**settings, **ADAPT}, STEPS, "tide", None, failures)
-    assert ran.told == plain.told
+    assert ran.reported == plain.reported
     assert ran.rescued >= len(failures)
     assert {kind for _, kind in ran.events} & {"rescued", "repeated"}

@@ -1,4 +1,4 @@
-"""A step that is broken off anywhere and run again is as if it had run once."""
+"""A step that is aborted anywhere and retried is as if it had run once."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SCALE = {
 )
 def test_a_step_that_is_run_again_changes_nothing_twice(one: Ranks, model: str, shares: list[float]) -> None:
     settings = {**data(1, 1), **SCALE, "runner_config.gradient_accumulation_steps": 2}
-    ((told, bits, broken),) = one.run(broken_steps.same, model, settings, shares)
-    assert told
+    ((reported, bits, broken),) = one.run(broken_steps.same, model, settings, shares)
+    assert reported
     assert bits
     assert broken == 2 * len(shares)
 
@@ -43,7 +43,7 @@ def test_a_step_that_is_run_again_changes_nothing_twice(one: Ranks, model: str, 
 @pytest.mark.parametrize("sharing", [{}, SHARD], ids=["copies", "shards"])
 def test_ranks_that_break_a_step_off_together_run_it_again_together(ranks: Ranks, sharing: dict[str, Any]) -> None:
     settings = {**data(2, 1), **sharing}
-    for told, bits, broken in ranks.run(broken_steps.same, "llama", settings, [0.2, 0.5, 0.7, 0.95]):
-        assert told
+    for reported, bits, broken in ranks.run(broken_steps.same, "llama", settings, [0.2, 0.5, 0.7, 0.95]):
+        assert reported
         assert bits
         assert broken == 8

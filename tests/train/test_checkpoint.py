@@ -85,7 +85,7 @@ def test_the_generator_of_the_device_comes_back() -> None:
     assert torch.rand(3, device="tide").tolist() == wanted
 
 
-def test_in_another_layout_generators_begin_anew_from_the_seed_and_the_step(
+def test_in_another_layout_generators_are_reseeded_from_the_seed_and_the_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, [1, 2])
@@ -111,7 +111,7 @@ def test_a_save_before_the_first_step_does_not_count_a_step(tmp_path: Path) -> N
     assert programs.train(state, 2) == wanted
 
 
-def test_who_holds_the_parameter_groups_still_sets_the_learning_rate_after_a_load(tmp_path: Path) -> None:
+def test_the_holder_of_the_parameter_groups_still_sets_the_learning_rate_after_a_load(tmp_path: Path) -> None:
     state = saved(tmp_path, [1])
     group = state.optimizers[0].param_groups[0]
     with Checkpoints(tmp_path) as checkpoints:
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(
         assert checkpoints.resume(state) == tmp_path / "step_00000003.1"
 
 
-def test_if_all_are_damaged_the_run_does_not_begin_anew(tmp_path: Path) -> None:
+def test_if_all_are_damaged_the_run_does_not_start_over(tmp_path: Path) -> None:
     state = saved(tmp_path, [1, 2])
     flip(tmp_path / "step_00000001" / ".metadata")
     (tmp_path / "step_00000002" / "committed.json").write_text("{")

@@ -28,8 +28,8 @@ def test_every_layout_has_the_norm_of_one_process(tmp_path: Path) -> None:
             assert before == pytest.approx(expected, rel=1e-6), layout
             assert after == pytest.approx(1.0, rel=1e-5), layout
         assert len(set(measured[layout])) == 1, f"{layout}: not bitwise the same on every rank"
-    # A model after a real backward: a weight is divided twice in its first dimension, and norms once.
-    expected = global_norm(gradients.trained(divided=False).parameters()).item()
+    # A model after a real backward: a weight is sharded twice in its first dimension, and norms once.
+    expected = global_norm(gradients.trained(sharded=False).parameters()).item()
     for before, after in measured["a model"]:
         assert before == pytest.approx(expected, rel=1e-5)
         assert after == pytest.approx(min(1.0, expected), rel=1e-5)

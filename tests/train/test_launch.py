@@ -89,7 +89,7 @@ def test_a_failed_rank_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     assert said[0].startswith("error: rank 1 ended with exit code 1")
     assert str(tmp_path / "worker_1.log") in said[0]
     assert re.search(r"worker_1.log ends with\n  (\[rank1\]: )?Traceback", said[0])  # and not with what went before
-    assert said[0].endswith("RuntimeError: this rank was told to fail")
+    assert said[0].endswith("RuntimeError: this rank was made to fail")
 
 
 def test_a_restart_goes_on_in_the_same_log(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_restart_goes_on_in_the_same_log(tmp_path: Path) -> None:
     assert launch("stand_in_rank", [str(tmp_path), "fail_once"], settings) == 0
     text = (tmp_path / "worker_1.log").read_text()
     assert len(set(re.findall(r"process (\d+)", text))) == 2
-    assert "told to fail" in text
+    assert "made to fail" in text
     assert not (tmp_path / "worker_1.1.log").exists()
 
 
@@ -124,7 +124,7 @@ def test_two_nodes_meet_at_the_first_and_keep_their_ranks(tmp_path: Path, starte
     outputs = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert "sum 3 of 2 ranks" in (tmp_path / "node_0" / "worker_0.log").read_text()
-    assert "told to fail" in (tmp_path / "node_1" / "worker_1.log").read_text()  # and both were started again
+    assert "made to fail" in (tmp_path / "node_1" / "worker_1.log").read_text()  # and both were started again
 
 
 @pytest.mark.parametrize(

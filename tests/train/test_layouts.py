@@ -57,7 +57,7 @@ CASES = [
         model,
         layout,
         id=f"{model}-{layout.name}",
-        # Experts see nothing of how a step is divided further, but where they are divided themselves.
+        # Experts see nothing of how a step is sharded further, but where they are sharded themselves.
         marks=[pytest.mark.slow]
         if model == "deepseek" and layout.only is None and (layout in MORE or layout.processes > 2)
         else [],

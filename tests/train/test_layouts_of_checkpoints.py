@@ -80,7 +80,7 @@ def test_a_file_of_rank_1_is_damaged_and_both_ranks_take_the_one_before(ranks: R
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_one_rank_cannot_write_and_both_are_told_and_the_next_save_counts(
+def test_one_rank_cannot_write_and_both_report_it_and_the_next_save_counts(
     asynchronous: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
     for said, goes_on in ranks.run(programs.fail_on_rank_1, tmp_path, asynchronous):

@@ -52,5 +52,5 @@ def test_a_fixed_scale_is_the_files_not_the_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("small", [0.5, 1.0])
-def test_a_scale_at_or_below_one_is_not_divided_further(small: float) -> None:
+def test_a_scale_at_or_below_one_is_not_lowered_further(small: float) -> None:
     assert Scale(value=small, window=2).after(overflow=True).value == small

@@ -36,7 +36,7 @@ def test_the_loss_line_is_the_references() -> None:
     assert later.endswith("overflow cond: True, loss_scale: 65536.0, global_norm: None")
 
 
-def test_parts_of_the_loss_stand_beside_it_when_asked_for() -> None:
+def test_parts_of_the_loss_are_shown_with_it_when_asked_for() -> None:
     losses = {"lm": 2.5, "mtp": 0.25}
     assert "loss: 2.750000, lm_loss: 2.500000, mtp_loss: 0.250000, per" in format_loss_line(
         record(loss=2.75, losses=losses), separate=True

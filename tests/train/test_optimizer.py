@@ -1,4 +1,4 @@
-"""Which parameters learn at which rate, and which decay."""
+"""Which parameters have which learning rate, and which decay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ grouped_lr_schedule:
 """
 
 
-def test_groups_learn_at_their_own_rate_and_vectors_do_not_decay() -> None:
+def test_groups_have_their_own_learning_rate_and_vectors_do_not_decay() -> None:
     settings = check_text(TEXT).settings
     assert settings is not None
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""What is predicted for a rank that nobody has started is what two real processes need."""
+"""What is predicted for a rank that is not started is what two real processes need."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_parallel_optimizer_shares_parameters_too() -> None:
     assert run_of(GRAPH, 8, **sharded, **size).degrees == Degrees(replicate=4, shard=2)
 
 
-def test_ddp_gives_way_to_fsdp_beside_tensor_parallel_and_says_so() -> None:
+def test_ddp_becomes_fsdp_with_tensor_parallel_and_the_log_says_so() -> None:
     run = run_of(GRAPH, 4, parallel_config__data_parallel=2, parallel_config__model_parallel=2)
     assert run.degrees == Degrees(shard=2, tensor=2)
     assert any("FSDP" in note for note in run.notes)

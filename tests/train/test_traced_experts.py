@@ -24,5 +24,5 @@ def test_the_tokens_of_all_ranks_are_exchanged_in_equal_parts() -> None:
     trace = trace_rank(TracedRank(shape=shape, degrees=Degrees(shard=4, expert=4), samples=1, sequence=TOKENS))
     part = trace.parts[0]
     arriving = [value for value in part.values if value.owner.endswith("exchange")]
-    # Each of a token's slots is a row that goes to one rank, and as many come back.
+    # Each of a token's slots is a row that goes to one rank, and as many are returned.
     assert {value.size for value in arriving} == {TOKENS * CHOSEN * WIDTH * 2}

@@ -1,4 +1,4 @@
-"""The optimizer of an imagined rank is traced whatever its parameters are divided over."""
+"""The optimizer of an imagined rank is traced whatever its parameters are sharded over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hang is noticed, told by rank, and ended if asked; a rank that moves is left alone."""
+"""A hang is noticed, reported by rank, and ended if asked; a rank that makes progress is left alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lowtide.train.watchdog import ENDED, Place, Watchdog, summary_of
 
 
-def test_a_hanging_job_says_where_each_rank_stands_and_ends(tmp_path: Path) -> None:
+def test_a_hanging_job_says_where_each_rank_is_stuck_and_ends(tmp_path: Path) -> None:
     script = Path(__file__).parent / "hanging_rank.py"
     logs = [(tmp_path / f"log_{rank}").open("w+") for rank in range(2)]
     processes = [
@@ -35,7 +35,7 @@ def test_a_hanging_job_says_where_each_rank_stands_and_ends(tmp_path: Path) -> N
     assert "ranks hang" not in said[1]
 
 
-def test_a_process_that_holds_the_interpreter_lock_is_told_and_ended_too(tmp_path: Path) -> None:
+def test_a_process_that_holds_the_interpreter_lock_is_reported_and_ended_too(tmp_path: Path) -> None:
     program = (
         "import ctypes, pathlib, time\n"
         "from lowtide.train.watchdog import Watchdog\n"
@@ -62,7 +62,7 @@ def test_a_rank_that_moves_or_rests_is_left_alone(tmp_path: Path) -> None:
         assert (tmp_path / "log").read_text() == ""
 
 
-def test_after_a_hang_that_ends_by_itself_the_next_one_is_told_too(tmp_path: Path) -> None:
+def test_after_a_hang_that_ends_by_itself_the_next_one_is_reported_too(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         watchdog = Watchdog(tmp_path / "watchdog", rank=0, world_size=1, timeout=0.2, stream=log)
         for step in (1, 2):

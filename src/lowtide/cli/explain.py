@@ -1,4 +1,4 @@
-"""``lowtide explain``: whether a run fits, why or why not, and the ways to make it fit."""
+"""``lowtide explain``: whether a run fits, why or why not, and the options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @takes_inputs
 def explain(inputs: Inputs, as_json: AsJson = False) -> None:
-    """Say whether a run fits a budget, where its peak is and what it is made of, and the ways to make it fit.
+    """Say whether a run fits a budget, where its peak is and what it is made of, and the options.
 
     The same inputs as [bold]lowtide plan[/bold]. Exit code 0, also where nothing fits; 1 if something is wrong.
 

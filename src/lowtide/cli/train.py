@@ -199,7 +199,7 @@ DeviceSwap = Annotated[
     bool,
     typer.Option(
         "--adaptive-recompute-device-swap",
-        help="Measure, plan and switch while training; send tensors to the host where an allocation fails.",
+        help="Measure, plan and switch while training; offload tensors to the host on OOM.",
         rich_help_panel=ADAPTIVE,
     ),
 ]

@@ -7,7 +7,6 @@ import json
 import re
 import zlib
 from pathlib import Path as FilePath
-from typing import Any
 
 from lowtide.errors import ConfigError, PolicyError
 from lowtide.policy import Policy
@@ -15,6 +14,8 @@ from lowtide.policy import Policy
 __all__ = ["load_policy"]
 
 _GZIP = b"\x1f\x8b"
+_POLICY = re.compile(rb'\s*{[^{}\[\]]*"lowtide_policy"')
+_PLAN = re.compile(rb'\s*{[^{}\[\]]*"lowtide_plan"')
 _YAML_POLICY = re.compile(rb"^lowtide_policy *:", re.MULTILINE)
 
 
@@ -33,49 +34,18 @@ def load_policy(file: str | FilePath) -> Policy:
     """
     path = FilePath(file)
     data = path.read_bytes() if path.is_file() else b""
-    if data.startswith(_GZIP):
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, OSError, zlib.error) as error:
-            raise PolicyError(f"{file} is not a plan: {error}") from None
-    if data.lstrip().startswith(b"{"):
-        policy = _from_json(file, data)
-        if policy is not None:
-            return policy
-    elif _YAML_POLICY.search(data):
-        return _from_yaml(path)
+    if _POLICY.match(data) or _YAML_POLICY.search(data):
+        return Policy.load(path)
+    if data.startswith(_GZIP) or _PLAN.match(data):
+        return _from_plan(file, data)
     return _from_training_file(file)
 
 
-def _from_json(file: str | FilePath, data: bytes) -> Policy | None:
-    """The Policy of a Policy file or a plan; None where it is neither, such as a training file in YAML's flow style."""
+def _from_plan(file: str | FilePath, data: bytes) -> Policy:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        if re.match(rb'\s*{\s*"lowtide_(policy|plan)"', data):
-            raise PolicyError(f"{file}: not a Policy: {error}") from None
-        return None
-    if not isinstance(value, dict):
-        return None
-    policy = value.get("policy") if "lowtide_plan" in value else value
-    return _policy(file, policy) if "lowtide_plan" in value or "lowtide_policy" in value else None
-
-
-def _from_yaml(path: FilePath) -> Policy:
-    from lowtide.config.parse import load_document
-    from lowtide.config.problem import Problems
-
-    problems = Problems()
-    document = load_document(path, problems)
-    problems.raise_errors()
-    return _policy(path, document.value)
-
-
-def _policy(file: str | FilePath, value: Any) -> Policy:
-    try:
-        return Policy.from_json(value)
-    except PolicyError as error:
-        raise PolicyError(f"{file}: {error}") from None
+        return Policy.from_json(json.loads(gzip.decompress(data) if data.startswith(_GZIP) else data)["policy"])
+    except (EOFError, OSError, zlib.error, ValueError, RecursionError, KeyError, TypeError, PolicyError) as error:
+        raise PolicyError(f"{file} is not a plan: {type(error).__name__}: {error}") from None
 
 
 def _from_training_file(file: str | FilePath) -> Policy:

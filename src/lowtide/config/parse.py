@@ -64,10 +64,8 @@ def load_document(file: FilePath, problems: Problems) -> Document:
 def parse_document(text: str, problems: Problems, *, name: str = "<text>") -> Document:
     """Parse ``text``; what cannot be parsed is reported in ``problems``, never raised.
 
-        >>> from lowtide.config.document import Document, Mark, Path
-    from lowtide.config.problem import Problems
-        >>> parse_document("a: [1, true]", Problems()).value
-        {'a': [1, True]}
+    >>> parse_document("a: [1, true]", Problems()).value
+    {'a': [1, True]}
     """
     document = Document(name=name, text=text)
     problems.document = document

@@ -23,7 +23,7 @@ class SwapEntry(NamedTuple):
     layers: list[int] | Literal[True]
     """The layers' indices, or True for all."""
     prefetch: int
-    """How many operators before its use a tensor starts coming back."""
+    """How many operators before its use the reload of a tensor starts."""
     tier: Literal["host", "disk"] = "host"
     """Where the bytes go."""
 

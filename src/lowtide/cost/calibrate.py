@@ -151,7 +151,7 @@ def _notes(device: torch.device, like: Device | None, kernels: int, missing: set
 
 
 def _random_restored(device: torch.device) -> AbstractContextManager[None]:
-    """The generators, put back where they were: measuring must not change a training."""
+    """Restore the random generators afterwards: measuring must not change a training run."""
     if device.type == "cpu":
         return torch.random.fork_rng([])
     return torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=device.type)

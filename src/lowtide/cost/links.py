@@ -1,4 +1,4 @@
-"""The way between a device and the host's memory, and what it costs to issue a kernel: measured."""
+"""Measure the link between a device and the host's memory, and what it costs to issue a kernel."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def arguments_of(kind: str, shape: str, device: torch.device) -> tuple[list[Any]
 
 
 def rerun(kind: str, shape: str, device: torch.device) -> Callable[[], Any]:
-    """What runs the kernel again on a device, as often as it is called; CannotRerunError if that cannot be.
+    """Return a function that runs the kernel on a device each time it is called; CannotRerunError if it cannot be run.
 
     Attention of another device's kind is run as the attention that this device chooses.
     """

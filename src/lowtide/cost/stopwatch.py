@@ -122,14 +122,14 @@ def settled_seconds(
     """
     begin = time.perf_counter()
     first = [watch(call) for call in calls]
-    repeats = [max(1, min(20, round(shortest / max(one, 1e-9)))) for one in first]
-    found = [[one] if repeat == 1 else [] for one, repeat in zip(first, repeats, strict=True)]
+    counts = [max(1, min(20, round(shortest / max(one, 1e-9)))) for one in first]
+    found = [[one] if count == 1 else [] for one, count in zip(first, counts, strict=True)]
     for number in range(rounds):
         open_calls = [place for place, values in enumerate(found) if not _alike(values)]
         if not open_calls or (number >= 3 and time.perf_counter() - begin > seconds):
             break
         for place in open_calls:
-            found[place].append(watch(calls[place], repeats[place]))
+            found[place].append(watch(calls[place], counts[place]))
     return [sorted(values)[int(len(values) * watch.quantile)] for values in found]
 
 

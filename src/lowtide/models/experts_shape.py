@@ -32,7 +32,7 @@ class ExpertsShape:
     first_dense: int = 0
     """First layers that stay dense."""
     groups: int = 1
-    """Groups the experts are divided into."""
+    """Groups that the experts are split into."""
     chosen_groups: int = 1
     """Groups a token may choose from."""
     scaling: float = 1.0

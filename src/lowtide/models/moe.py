@@ -2,7 +2,7 @@
 
 [Note: where a slot is]
 A token that chooses k experts has k slots. Slots are sorted by expert; with capacity, those beyond it are dropped. The
-sorted slots of all experts of a rank are one tensor. Sending and bringing back are gathers both ways: backward of the
+sorted slots of all experts of a rank are one tensor. Dispatch and combine are both gathers: backward of the
 one is the other, never a scatter that adds, so that every step gives the same bits on every device.
 
 Under expert parallelism each rank holds some of the experts, in order. Sorted slots are then also sorted by rank: one

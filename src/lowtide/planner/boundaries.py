@@ -12,7 +12,7 @@ __all__ = ["StageEnds", "boundary_bytes"]
 
 
 class StageEnds:
-    """A chunk's ends: what it receives and sends, and who holds that.
+    """A chunk's ends: what it receives and sends, and how long that is held.
 
     [Note: receive buffers]
     Up to torch 2.14 a stage has a receive buffer for every micro-batch from its first step on, and holds each output
@@ -25,13 +25,13 @@ class StageEnds:
     """
 
     def __init__(self, rank: Rank, first: Part, last: Part, pipeline: Pipeline, place: int, *, frees: bool) -> None:
-        """``first`` and ``last`` are the chunk's outermost parts, ``place`` its place among all chunks."""
+        """``first`` and ``last`` are the chunk's outermost parts, ``place`` its index among all chunks."""
         chunks = pipeline.stages * pipeline.chunks
         self.rank, self.frees, self.gpipe = rank, frees, pipeline.schedule == "gpipe"
         self.first, self.last, self.split = place == 0, place == chunks - 1, chunks > 1
         self.sent: Storage | None = None
         self.latest: list[Storage] = []
-        """Outputs that are on their way, or that the schedule refers to."""
+        """Outputs that are being sent, or that the schedule refers to."""
         self.input_size = 0 if self.first else boundary_bytes(first, "input")
         self.gradient_size = 0 if self.last else boundary_bytes(last, "output_gradient")
         self.receives = self.frees and not self.last
@@ -50,7 +50,7 @@ class StageEnds:
         return storage
 
     def input(self, micro_batch: int) -> Storage | None:
-        """What the chunk is given, held once more. See [Note: receive buffers]."""
+        """What the chunk is given, with one more reference. See [Note: receive buffers]."""
         if self.receives and self.input_size:
             storage = self.inputs[micro_batch] = self._buffer(self.input_size)
             storage.count += 1
@@ -60,7 +60,7 @@ class StageEnds:
         return _held(self.inputs, micro_batch)
 
     def gradient(self, micro_batch: int) -> Storage | None:
-        """The gradient of what it gave, held once more."""
+        """The gradient of its output, with one more reference."""
         if self.frees:
             if self.gpipe:
                 self._sent()
@@ -69,8 +69,8 @@ class StageEnds:
             self._sent()
         return _held(self.gradients, micro_batch)
 
-    def gave(self, output: Storage | None) -> Storage | None:
-        """A forward has ended; what is given back is to be held until its backward has."""
+    def hold_output(self, output: Storage | None) -> Storage | None:
+        """A forward has ended; what is returned is to be held until its backward has ended."""
         if not (self.frees and self.gpipe):
             self._sent()
         if output is None or not self.split:

@@ -20,9 +20,9 @@ class RunningCall:
         self.swapped: dict[int, Swapped] = {}
         """Those that were offloaded: they are reloaded from there."""
         self.pending = 0
-        """How many outstanding tensors come out of its repetition."""
+        """How many outstanding tensors its replay produces."""
         self.references = 1
-        """Who holds the call: the layer while it runs, packs, and calls that were given what it made."""
+        """How many hold the call: the layer while it runs, packs, and calls that were given its results."""
         self.results: dict[int, Storage] | None = None
 
 
@@ -68,7 +68,7 @@ class Instance:
         self.packs: dict[int, Swapped] = {}
         self.departed: dict[int, Swapped] = {}
         self.starts: dict[int, list[Swapped]] = {}
-        """Packs that start copies back when they are asked for."""
+        """Packs that start reloads when they are unpacked."""
         self.due: list[Swapped] = []
         """What starts to be reloaded with the gradient of the part's output."""
         self.calls: dict[int, RunningCall] = {}

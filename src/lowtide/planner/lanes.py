@@ -1,4 +1,4 @@
-"""The clocks of one device: the host that issues work, the computation, and the link in both directions.
+"""The clocks of one device: the host that issues work, compute, and the link in both directions.
 
 Work is issued in the program's order. A kernel starts when it has been issued and the one before it has ended; a copy
 when it has been issued, the computation has come to where it was issued, and the copy before it has ended. What waits

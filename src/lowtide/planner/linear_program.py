@@ -1,4 +1,4 @@
-"""A linear program with whole numbers, written down row by row and solved by HiGHS."""
+"""A mixed-integer linear program, built row by row and solved by HiGHS."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ best start."""
 FEWEST, MOST = 100, 600
 """Simulations of the model, whatever its layers."""
 SIMPLE_STAGES = 4
-"""A pipeline with more stages is many: it is not compared with simple ways, tried fewer times, and shown in full for
+"""A pipeline with more stages is many: it is not compared with simple options, tried fewer times, and shown in full for
 one stage only, since each of these takes a simulation."""
 CLOSE_OF_MANY = 0.03
 STALL_OF_MANY = 0.01
@@ -100,7 +100,7 @@ def make_plan(
         fixed=None if fixed is None else resolve(fixed, trace.catalogue),
     )
     search = _Search(trace, device, pipeline, problems, budget, fixed)
-    progress("simulating the simple ways")
+    progress("simulating the simple options")
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
     kept = options[0]
@@ -120,7 +120,7 @@ def make_plan(
 
 
 class _Seconds:
-    """The seconds of kernels; equal ones are asked for once."""
+    """The seconds of kernels; equal ones are computed once."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -199,34 +199,34 @@ class _Search:
         return Option(name=name, policy=policy, simulation=simulation, fits=simulation.reserved <= self.budget, how=how)
 
     def simple(self, *, swap: bool, recompute: bool) -> list[Option]:
-        """The simple ways to run, simulated; the first keeps everything that is not fixed."""
+        """The simple options, simulated; the first keeps everything that is not fixed."""
         if self.fixed is not None:
             return [self.option("what is fixed", replace(self.fixed, origin="solver"))]
-        ways = list(simple_policies(self.layers, swap=swap, recompute=recompute))
+        policies = list(simple_policies(self.layers, swap=swap, recompute=recompute))
         if self.many:
-            ways = ways[:1]
-        return [self.option(one.name, one.policy, one.how) for one in ways]
+            policies = policies[:1]
+        return [self.option(one.name, one.policy, one.how) for one in policies]
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
         """The plans with and without swap, and a bound."""
         self.swap, self.recompute = swap, recompute
         both = "swap and recompute" if recompute else "swap some operators"
-        ways = [(both, True, share) for share in LINK_SHARES if swap]
+        candidates = [(both, True, share) for share in LINK_SHARES if swap]
         if self.many:
-            ways = ways[:1]
+            candidates = candidates[:1]
         if recompute and not (self.many and swap):
-            ways.insert(0, ("recompute some operators", False, 1.0))
-        if not ways:
+            candidates.insert(0, ("recompute some operators", False, 1.0))
+        if not candidates:
             return _Found([], kept.seconds, None, [])
         fitted = []
-        for _, with_swap, share in ways:
+        for _, with_swap, share in candidates:
             self.offset, self.slowest = None, 0.0
             # The slowest stage first: what is faster than that does not have to be improved.
             order = sorted(self.problems, key=lambda problem: (-kept.stages[problem.stage].busy, problem.stage))
             found = {problem.stage: self._fit(problem, kept, with_swap, recompute, share) for problem in order}
             fitted.append([found[problem.stage] for problem in self.problems])
         options: dict[str, Option] = {}
-        for (name, *_), stages in zip(ways, fitted, strict=True):
+        for (name, *_), stages in zip(candidates, fitted, strict=True):
             option = self.option(name, self._policy([one.best or one.least for one in stages]), HOW)
             if name not in options or _worse(options[name], option):
                 options[name] = option
@@ -290,7 +290,7 @@ class _Search:
     def polished(
         self, options: Sequence[Option], costs: Sequence[LayerCost], kept: Simulation, *, swap: bool
     ) -> list[Option]:
-        """The fastest ways that fit, made faster with the simulator: see :mod:`lowtide.planner.polish`."""
+        """The fastest options that fit, made faster with the simulator: see :mod:`lowtide.planner.polish`."""
 
         def judge(policy: Policy) -> Judged:
             try:
@@ -337,9 +337,9 @@ class _Search:
             smallest = [self.option("least memory", found.least)]
             fitting = [one for one in smallest if one.fits]
         feasible = bool(fitting)
-        ways = fitting or [*options, *smallest]
+        candidates = fitting or [*options, *smallest]
         least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
-        chosen = min(ways, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
+        chosen = min(candidates, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
         simulation = self._details(chosen)
         written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
         bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds

@@ -24,7 +24,7 @@ class PlannedOperator(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to run: its memory and its time."""
+    """One Policy that a plan was compared with: its memory and its time."""
 
     name: str
     """``keep everything``, ``recompute every layer``, ``swap and recompute``."""
@@ -56,11 +56,11 @@ class Plan:
     """The smallest budget that some Policy fits, of those that were simulated. Where the plan does not fit, those that
     need least were."""
     options: tuple[Option, ...] = ()
-    """Other ways, the plan's own included: nothing, full recompute and so on."""
+    """The Policies that were compared, the plan's own included: keep everything, full recompute and so on."""
     curve: tuple[tuple[int, float], ...] = ()
     """The fastest step for each budget: bytes reserved and seconds."""
     yaml: str = ""
-    """The Policy in the graph form of the guides; empty where it cannot be said there."""
+    """The Policy in the graph form of the guides; empty where it cannot be expressed there."""
     notes: tuple[str, ...] = ()
     """What was assumed, what was left out, and what a person should know."""
     solve_seconds: float = 0.0

@@ -1,10 +1,10 @@
 """Make a plan that fits faster, step by step, with the simulator as the judge.
 
-The solver's model of memory is coarse where a budget is tight: what the allocator loses and what a rebuild needs in
-passing is as large as what is decided. The simulator knows, and a simulation takes a few milliseconds. So operators are
-kept again: from those whose recompute costs most per byte, as many at a time as still fit. Swaps that are waited for
-are reloaded sooner, or recomputed. Expensive operators are exchanged for several cheap ones. Every step that is taken
-fits and is faster, so it ends, and always with the same Policy.
+The solver's model of memory is coarse where a budget is tight: what the allocator loses and what a replay needs
+temporarily is as large as what is decided. The simulator knows, and a simulation takes a few milliseconds. So operators
+are kept again: from those whose recompute costs most per byte, as many at a time as still fit. Swaps that are waited
+for are reloaded sooner, or recomputed. Expensive operators are exchanged for several cheap ones. Every step that is
+taken fits and is faster, so it ends, and always with the same Policy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
     seconds: float
     reserved: int
     stall: float
-    """Seconds that the computation waits for copies."""
+    """Seconds that compute waits for copies."""
 
 
 class _Place(NamedTuple):
@@ -201,7 +201,7 @@ class Polisher:
                 start += 1
 
     def _tune_prefetch(self) -> None:
-        """Bring swaps back sooner or later, and let their memory go later or sooner: all of them, then by operator."""
+        """Reload swaps sooner or later, and free their memory later or sooner: all of them, then by operator."""
         names = [None, *dict.fromkeys(name for layer, _ in self.state for name, one in layer or () if _is_swap(one))]
         for name in names:
             for factor in FACTORS:

@@ -286,16 +286,16 @@ def stage_problems(
             forward += sum(one.forward for one in (*parts, *extra))
             backward += sum(one.backward for one in (*parts, *extra))
             gradients[chunk] = sum(one.gradients for one in (*parts, *extra))
-            static += sum(_standing(trace.parts[trace.layers[layer]]) for layer in layers)
+            static += sum(_permanent(trace.parts[trace.layers[layer]]) for layer in layers)
             around[chunk] += before.saved if first else 0
             around[chunk] += after.saved - after.boundary if last else 0
             around[chunk] += parts[-1].output if not last and parts and pipeline.stages > 1 else 0
             passing[chunk] = parts[-1].passing if parts else 0
             if last:
                 losses = after.passing_whole - after.saved + after.boundary
-                static += _standing(trace.after)
+                static += _permanent(trace.after)
             if first:
-                static += _standing(trace.before)
+                static += _permanent(trace.before)
         cases = _cases(schedule[stage], static, gradients, around, passing)
         if losses:
             # The loss is made while every layer's activations are held.
@@ -321,7 +321,7 @@ def stage_problems(
     return tuple(problems)
 
 
-def _standing(part: Part) -> int:
+def _permanent(part: Part) -> int:
     """What stays over the step, gradients aside, and what lives longer than the part: rotary tables, cast weights."""
     return part.static.total - sum(part.static.gradients) + sum(one.size for one in part.values if one.until)
 

@@ -182,15 +182,15 @@ def compile_part(
         idle=idle,
         actions=tuple(actions),
         captured=calls,
-        forward=_trimmed(part, _letting_go(part), actions, captured, noticed),
+        forward=_trimmed(part, _with_frees(part), actions, captured, noticed),
         backward=_trimmed(part, _accumulating(part), actions, captured, noticed),
         again=(),
         due=frozenset(due),
     )
 
 
-def _letting_go(part: Part) -> list[tuple[str, int]]:
-    """Forward, with ``let`` where what lives until the end of forward goes."""
+def _with_frees(part: Part) -> list[tuple[str, int]]:
+    """Forward, with ``let`` where what lives until the end of forward is freed."""
     events: list[tuple[str, int]] = list(part.forward)
     if part.frees_at is not None:
         events.insert(part.frees_at, ("let", 0))

@@ -42,7 +42,7 @@ class Player:
     def forward(
         self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
     ) -> Storage | None:
-        """Run a part; what it gives to the next."""
+        """Run a part's forward and return what it hands to the next."""
         program, schedule = instance.program, self.swapping.schedule
         part, slots = program.part, instance.slots
         self._take(slots, part.taken, taken)
@@ -70,7 +70,7 @@ class Player:
         return output
 
     def _take(self, slots: dict[int, Storage], numbers: Sequence[int], taken: Sequence[Storage | None]) -> None:
-        """What the part before handed on; what this one knows nothing of goes."""
+        """What the part before handed on; what this one does not use is freed."""
         for place, storage in enumerate(taken):
             if storage is not None and place < len(numbers):
                 slots[numbers[place]] = storage
@@ -127,7 +127,7 @@ class Player:
                 instance.starts[number] = due
 
     def _send(self, instance: Instance, number: int, storage: Storage | None, due: int) -> None:
-        """A saved tensor is swapped: its storage leaves once, however often it is saved."""
+        """A saved tensor is swapped: its storage is offloaded once, however often it is saved."""
         action, schedule = instance.program.actions[number], self.swapping.schedule
         swapped = instance.departed.get(action.value)
         if swapped is not None:
@@ -141,14 +141,14 @@ class Player:
             return
         instance.packs[number] = swapped
         if action.last:
-            schedule.come_back(swapped, due)
+            schedule.reload_at(swapped, due)
 
     # Backward.
 
     def backward(
         self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
     ) -> Storage | None:
-        """Run a part's backward; the gradient that it gives to the next."""
+        """Run a part's backward and return the gradient that it hands to the next."""
         program = instance.program
         part = program.part
         values, timed = part.values, self.rank.timed(part)
@@ -259,7 +259,7 @@ class Player:
             swapped = instance.input_swapped = self.swapping.send(given, label)
             self.swapping.schedule.leave(swapped, instance.first + boundary.prefetch)
             last = instance.first + instance.program.operators - 1
-            self.swapping.schedule.come_back(swapped, last + boundary.prefetch)
+            self.swapping.schedule.reload_at(swapped, last + boundary.prefetch)
         else:
             given.count += 1
             instance.input = given

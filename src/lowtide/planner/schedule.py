@@ -49,7 +49,7 @@ def is_folded(pipeline: Pipeline) -> bool:
 
 
 def position(pipeline: Pipeline, stage: int, chunk: int) -> int:
-    """The place of a chunk in the order that data runs through the model."""
+    """The index of a chunk in the order that data runs through the model."""
     column = pipeline.stages - 1 - stage if is_folded(pipeline) and chunk % 2 else stage
     return chunk * pipeline.stages + column
 

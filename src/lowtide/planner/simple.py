@@ -14,7 +14,7 @@ FULL = "recompute every layer"
 
 
 class SimplePolicy(NamedTuple):
-    """A Policy that one line says."""
+    """A Policy that is one line of a file."""
 
     name: str
     policy: Policy
@@ -23,7 +23,7 @@ class SimplePolicy(NamedTuple):
 
 
 def simple_policies(layers: int, *, swap: bool = True, recompute: bool = True) -> Iterator[SimplePolicy]:
-    """The simple ways to run a model of so many layers, the fastest first where memory is plenty."""
+    """The simple Policies for a model of so many layers, the fastest first where memory is plentiful."""
     keep = LayerPolicy()
     again = LayerPolicy(default=Recompute())
     yield SimplePolicy(NOTHING, _policy(keep, layers), "nothing")

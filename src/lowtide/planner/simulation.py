@@ -60,9 +60,9 @@ class StageSimulation:
     seconds: float
     """Until its last action has ended, waiting for other stages included."""
     busy: float
-    """Seconds of computation."""
+    """Seconds of compute."""
     stall: float = 0.0
-    """Seconds that the computation waited for copies."""
+    """Seconds that compute waited for copies."""
     recompute: float = 0.0
     """Seconds of recompute."""
     moved: int = 0

@@ -131,10 +131,10 @@ class _Unknowns(NamedTuple):
     whole: int
     whole_swapped: int
     recomputed: dict[int, int]
-    """By the operator's place."""
+    """By the operator's index."""
     swapped: dict[int, int]
     held: dict[int, int]
-    """By the input's place: in how many layers it is held for a rebuild."""
+    """By the input's index: in how many layers it is held for a replay."""
     boundary_swapped: int
 
 
@@ -295,8 +295,8 @@ class _Stage:
             row, constant = dict(terms), constant_bytes - case.passing / _MIB
             row[chosen] = group.cost.passing_whole / _MIB
             for other in running:
-                gone, beside_them = self._held(other, by_operator_only=True)
-                constant -= beside_them
+                gone, always = self._held(other, by_operator_only=True)
+                constant -= always
                 for variable, bytes_ in gone.items():
                     row[variable] = row.get(variable, 0.0) - bytes_
             self.model.row({**row, self.most: -1.0}, -float("inf"), -constant)

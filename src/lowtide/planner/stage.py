@@ -267,7 +267,7 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batc
     for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         player.rank.drop(one)
     output = instances[-1].kept if storage is None else storage
-    return _Running(micro_batch, instances, until["backward"], ends.gave(output))
+    return _Running(micro_batch, instances, until["backward"], ends.hold_output(output))
 
 
 def _backward(player: Player, running: _Running, ends: StageEnds) -> None:

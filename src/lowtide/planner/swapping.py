@@ -38,7 +38,7 @@ class Swapped:
         self.label = label
         """The layer, the operator whose value it is, and the micro-batch."""
         self.awaited = self.ahead = self.gone = False
-        """Whether the computation has waited for the copy back; whether that is on its way ahead of time; whether
+        """Whether compute has waited for the copy back; whether that is in flight ahead of time; whether
         nothing holds it any more."""
         self.references = 1
         """How many packs and captured calls refer to it."""
@@ -50,10 +50,10 @@ _Entry: TypeAlias = tuple[int, int, Swapped]
 class Schedule:
     """What is waiting for an operator to be reached."""
 
-    __slots__ = ("base", "count", "leaving", "leaving_bytes", "let_go", "next", "now", "returning")
+    __slots__ = ("base", "count", "free", "leaving", "leaving_bytes", "next", "now", "returning")
 
-    def __init__(self, let_go: Callable[[Swapped], None]) -> None:
-        self.let_go = let_go
+    def __init__(self, free: Callable[[Swapped], None]) -> None:
+        self.free = free
         self.now = self.base = self.count = 0
         self.next = NEVER
         self.leaving: list[_Entry] = []
@@ -67,15 +67,15 @@ class Schedule:
         return self.base + offset
 
     def leave(self, swapped: Swapped, due: int) -> None:
-        """Let the device memory go when operator ``due`` is reached, or sooner if too much is on its way."""
+        """Free the device memory when operator ``due`` is reached, or sooner if too much is in flight."""
         self.count += 1
         heappush(self.leaving, (due, self.count, swapped))
         self.leaving_bytes += swapped.size
         self.next = min(self.next, due)
         while self.leaving_bytes > IN_FLIGHT_BYTES and self.leaving:
-            self._let_go()
+            self._free()
 
-    def come_back(self, swapped: Swapped, due: int) -> None:
+    def reload_at(self, swapped: Swapped, due: int) -> None:
         """Start the copy back when backward reaches operator ``due``."""
         self.count += 1
         heappush(self.returning, (due, self.count, swapped))
@@ -85,7 +85,7 @@ class Schedule:
         """Operator ``number`` runs. Returns what must be reloaded when backward reaches it."""
         self.now = max(self.now, number)
         while self.leaving and self.leaving[0][0] <= number:
-            self._let_go()
+            self._free()
         due = []
         while self.returning and self.returning[0][0] <= number:
             due.append(heappop(self.returning)[2])
@@ -103,11 +103,11 @@ class Schedule:
             self._look_ahead()
         return due
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         _, _, swapped = heappop(self.leaving)
         self.leaving_bytes -= swapped.size
         if not swapped.gone:
-            self.let_go(swapped)
+            self.free(swapped)
 
     def _look_ahead(self) -> None:
         self.next = min(
@@ -120,7 +120,7 @@ class Swapping:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.schedule = Schedule(self._let_go)
+        self.schedule = Schedule(self._free)
         self.returning_bytes = 0
         """Of copies back that were started ahead of time and not used yet."""
         self.host_bytes = self.host_peak = self.moved = 0
@@ -149,7 +149,7 @@ class Swapping:
             self.returning_bytes += swapped.size
 
     def use(self, swapped: Swapped) -> Storage:
-        """Where it is on the device, for a computation that comes after its copy back."""
+        """The storage on the device, for compute that is ordered after its copy back."""
         if swapped.source is not None:
             return swapped.source
         target = swapped.target or self._bring_back(swapped)
@@ -162,13 +162,13 @@ class Swapping:
         if swapped.references:
             return
         swapped.gone = True
-        self._let_go(swapped)
+        self._free(swapped)
         if swapped.target is not None:
             self._arrive(swapped)
             self.rank.drop(swapped.target)
         self.host_bytes -= swapped.size
 
-    def _let_go(self, swapped: Swapped) -> None:
+    def _free(self, swapped: Swapped) -> None:
         source, swapped.source = swapped.source, None
         if source is not None:
             self.rank.wait(swapped.left, *swapped.label)

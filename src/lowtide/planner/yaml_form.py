@@ -1,9 +1,9 @@
-"""A Policy as YAML in the graph form of the MindSpore Transformers guide, and what that form cannot say.
+"""A Policy as YAML in the graph form of the MindSpore Transformers guide, and what that form cannot express.
 
 Where nothing is swapped and every setting is on in the first layers of each mini-stage, layers are counted, as people
 write it by hand: ``recompute: [[2, 1], [0, 0]]``. Otherwise they are listed one by one, which the grammar has while
 swap is on. What was written is read again and resolved, and every operator whose decision is another is reported: the
-form has no word for the input of a layer, and does not swap what directly feeds a recomputed operator.
+form has no setting for the input of a layer, and does not swap what directly feeds a recomputed operator.
 """
 
 from __future__ import annotations

@@ -197,14 +197,17 @@ class Policy:
 
     @staticmethod
     def load(file: str | Path) -> Policy:
-        """Read the Policy in ``file``; another name of :func:`lowtide.load_policy`.
+        """Read what :meth:`save` or ``lowtide plan -o`` wrote: JSON or YAML, which the content decides, not the name.
 
-        The file's content decides, not its name: what :meth:`save` wrote, what ``lowtide plan`` wrote, or a training
-        file with recompute and swap settings. Raises PolicyError or ConfigError where it is none of these.
+        PolicyError where it is no Policy. :func:`lowtide.load_policy` also reads training files and plans.
         """
-        from lowtide.config.load import load_policy
-
-        return load_policy(file)
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+            return Policy.from_json(text if text.lstrip().startswith("{") else _yaml_values(text))
+        except OSError as error:
+            raise PolicyError(f"{file}: {error.strerror}") from None
+        except (PolicyError, UnicodeDecodeError) as error:
+            raise PolicyError(f"{file}: {error}") from None
 
     @staticmethod
     def from_json(source: str | dict[str, Any]) -> Policy:
@@ -225,6 +228,17 @@ class Policy:
         layers, any_depth = _layers_from_json(source.get("layers", []))
         communication = _communication_from_json(source.get("communication", {}))
         return Policy(layers, origin, fingerprint, communication, any_depth)
+
+
+def _yaml_values(text: str) -> Any:
+    from lowtide.config.parse import parse_document  # its YAML package is imported only for a file in YAML
+    from lowtide.config.problem import Problems
+
+    problems = Problems()
+    value = parse_document(text, problems).value
+    for problem in problems.errors[:1]:
+        raise PolicyError(f"line {problem.line}, column {problem.column}: {problem.message}")
+    return value
 
 
 def format_layers(indices: Iterable[int]) -> str:

@@ -21,7 +21,7 @@ _RULE = "=" * 20
 _UNBOUNDED = 1 << 60
 """A budget of so many bytes is none: the device does not say what it has."""
 _MOST = 8
-"""Lines of the strategy; further ways of treating a layer are counted."""
+"""Lines of the strategy; further treatments of a layer are counted."""
 _NAMED = 4
 """Operators that are named in a line; further ones are counted."""
 
@@ -75,18 +75,18 @@ def adaptive_text(plan: Plan, width: int = 110) -> str:
 
 
 def strategy(plan: Plan) -> Iterator[str]:
-    """The Policy in short: a line for each way of treating a layer, and the bytes by decision."""
-    ways: dict[tuple[object, ...], list[int]] = {}
+    """The Policy in short: a line for each treatment of a layer, and the bytes by decision."""
+    treatments: dict[tuple[object, ...], list[int]] = {}
     texts: dict[tuple[object, ...], str] = {}
     for layer in range(len(plan.policy.layers)):
         key, text = _layer(plan, layer)
-        ways.setdefault(key, []).append(layer)
+        treatments.setdefault(key, []).append(layer)
         texts[key] = text
-    for key, layers in list(ways.items())[:_MOST]:
+    for key, layers in list(treatments.items())[:_MOST]:
         yield f"  {'layers' if len(layers) > 1 else 'layer'} {format_layers(tuple(layers))}: {texts[key]}"
-    if len(ways) > _MOST:
-        count = sum(len(layers) for layers in list(ways.values())[_MOST:])
-        yield f"  {count} more layers in {len(ways) - _MOST} other ways: the saved Policy has them all"
+    if len(treatments) > _MOST:
+        count = sum(len(layers) for layers in list(treatments.values())[_MOST:])
+        yield f"  {count} more layers in {len(treatments) - _MOST} other treatments: the saved Policy has them all"
     held = held_by_decision(plan)
     if any(held):
         parts = [f"{name} {format_bytes(size)}" for name, size in held._asdict().items() if size]

@@ -23,7 +23,7 @@ _WORDS = {
     "planned": "planned",
     "switched": "switched",
     "rescued": "rescued",
-    "repeated": "begun again",
+    "repeated": "retried",
     "replanned": "new plan",
     "warned": "note",
 }
@@ -43,11 +43,11 @@ def adaptive_sentence(record: AdaptRecord) -> str:
     if plans:
         parts.append(f"{plans} new plan{'s' if plans > 1 else ''}")
     rescued = sum(step.rescued for step in record.steps)
-    repeated = sum(event.kind == "repeated" for event in record.events)
+    retried = sum(event.kind == "repeated" for event in record.events)
     failed = f"{rescued} allocation{'s' if rescued > 1 else ''} failed and the run went on" if rescued else ""
     parts.append(failed or "no allocation failed")
-    if repeated:
-        parts.append(f"{repeated} step{'s' if repeated > 1 else ''} begun again")
+    if retried:
+        parts.append(f"{retried} step{'s' if retried > 1 else ''} retried")
     faster = ""
     if measuring and planned:
         faster = f" A step took {format_seconds(_middle(measuring))} before the switch and"

@@ -1,4 +1,4 @@
-"""The pictures of a page that do not run over time: ways to run, decisions, pipeline stages."""
+"""The pictures of a page that do not run over time: options, decisions, pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from lowtide.planner.plan import Plan
 from lowtide.planner.simulation import StageSimulation
 from lowtide.report.axes import Figure, budget_marks, byte_scale, short, time_scale
-from lowtide.report.words import KINDS, decision_kind, recommended, ways
+from lowtide.report.words import KINDS, decision_kind, recommended, shown_options
 from lowtide.units import format_bytes, format_seconds
 
 __all__ = ["curve_figure", "grid_figure", "stage_memory_figure", "stage_time_figure"]
 
 
 def curve_figure(plan: Plan) -> Figure:
-    """The fastest step for each budget, and the ways to run as points."""
+    """The fastest step for each budget, and the options as points."""
     best = recommended(plan)
-    points = [(one, one.simulation.reserved, one.simulation.seconds) for one in ways(plan)]
+    points = [(one, one.simulation.reserved, one.simulation.seconds) for one in shown_options(plan)]
     highest = max([plan.simulation.reserved, *(size for _, size, _ in points), *(size for size, _ in plan.curve)])
     memory = byte_scale(highest)
     time = time_scale(max([*(at for _, _, at in points), *(at for _, at in plan.curve)], default=0.0))
@@ -42,7 +42,7 @@ def curve_figure(plan: Plan) -> Figure:
         {
             "type": "scatter",
             "mode": "markers+text",
-            "name": "ways to run it",
+            "name": "options",
             "x": [short(size / memory.size) for _, size, _ in points],
             "y": [short(at / time.size) for _, _, at in points],
             "text": [escape(one.name) for one, _, _ in points],

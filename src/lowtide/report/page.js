@@ -1,4 +1,4 @@
-// Draws the figures of the page. Their data stand in the page as JSON; colours are names of the style sheet's.
+// Draws the figures of the page. Their data are in the page as JSON; colours are names of the style sheet's.
 "use strict";
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);

@@ -123,8 +123,8 @@ def _sections(
         yield _memory(plan, run, figures)
     if plan is not None and "curve" in figures:
         yield _section(
-            "ways",
-            "Ways to run it",
+            "options",
+            "Options",
             "The line is the fastest step for each budget by the solver's model. The points are simulated; hollow ones"
             " do not fit.",
             _two(_chart("curve", "step time against memory"), options_table(plan)),

@@ -21,7 +21,7 @@ from lowtide.report.words import (
     recommended,
     shares_by_kind,
     shares_by_operator,
-    ways,
+    shown_options,
 )
 from lowtide.units import format_bytes, format_seconds
 
@@ -47,7 +47,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def print_explanation(plan: Plan, console: Console) -> None:
-    """Print why: where the peak is and what it is made of, the ways to fit, and how to take the best of them."""
+    """Print why: where the peak is and what it is made of, the options, and how to use the best of them."""
     _print_headline(plan, console)
     console.print()
     console.print(Text("the peak", style="bold"))
@@ -55,7 +55,7 @@ def print_explanation(plan: Plan, console: Console) -> None:
     _print_shares(plan, console)
     if plan.options:
         console.print()
-        console.print(Text("ways to run it" if plan.feasible else "ways that were tried", style="bold"))
+        console.print(Text("options" if plan.feasible else "options that were tried", style="bold"))
         console.print(_options(plan))
     console.print()
     _print_advice(plan, console)
@@ -84,7 +84,7 @@ def explanation_as_json(plan: Plan) -> dict[str, Any]:
                 for what, operator, layers, size in shares_by_operator(stage.shares)
             ],
         },
-        "ways": [
+        "options": [
             {
                 "name": option.name,
                 "reserved": option.simulation.reserved,
@@ -158,10 +158,10 @@ def _print_shares(plan: Plan, console: Console) -> None:
 
 def _options(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "reserved", "the budget", "step", "the plan", "way"):
-        table.add_column(name, justify="left" if name in ("", "way") else "right", no_wrap=name != "way")
+    for name in ("", "reserved", "the budget", "step", "the plan", "how"):
+        table.add_column(name, justify="left" if name in ("", "how") else "right", no_wrap=name != "how")
     best = recommended(plan)
-    for option in ways(plan):
+    for option in shown_options(plan):
         table.add_row(*_option(option, plan, best), style="bold" if option is best else "")
     return table
 
@@ -178,7 +178,7 @@ def _option(option: Option, plan: Plan, best: Option | None) -> Iterator[str]:
 
 
 def _print_advice(plan: Plan, console: Console) -> None:
-    """One way, and how to take it."""
+    """One option, and how to use it."""
     if not plan.feasible:
         least = plan.least or plan.simulation.reserved
         console.print(Text("what to do", style="bold"))

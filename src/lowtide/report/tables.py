@@ -10,7 +10,7 @@ from lowtide.planner.plan import Option, Plan
 from lowtide.policy import format_layers
 from lowtide.report.run import Run
 from lowtide.report.thin import late_copies
-from lowtide.report.words import fullest, held_by_decision, recommended, shares_by_operator, ways
+from lowtide.report.words import fullest, held_by_decision, recommended, shares_by_operator, shown_options
 from lowtide.units import format_bytes, format_seconds
 
 __all__ = [
@@ -114,10 +114,10 @@ def _legend(chips: Iterable[tuple[str, str]]) -> str:
 
 
 def options_table(plan: Plan) -> str:
-    """The ways to run it, the fastest first."""
+    """The options, the fastest first."""
     best = recommended(plan)
-    rows = "".join(_option(option, plan, option is best) for option in ways(plan))
-    head = _head(("way", ""), ("reserved", "number"), ("budget", "number"), ("step", "number"))
+    rows = "".join(_option(option, plan, option is best) for option in shown_options(plan))
+    head = _head(("option", ""), ("reserved", "number"), ("budget", "number"), ("step", "number"))
     return f'<div class="scroll"><table class="options">{head}{rows}</table></div>' if rows else ""
 
 

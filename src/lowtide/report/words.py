@@ -22,7 +22,7 @@ __all__ = [
     "recommended",
     "shares_by_kind",
     "shares_by_operator",
-    "ways",
+    "shown_options",
 ]
 
 KINDS = ("keep", "recompute", "swap")
@@ -150,12 +150,12 @@ def recommended(plan: Plan) -> Option | None:
 
 
 WELL_KNOWN = ("keep everything", "recompute every layer", "what the file says")
-"""Ways that people compare with, whether they fit or not."""
+"""Options that people compare with, whether they fit or not."""
 MUCH = 1.01
 """What is not larger by this factor is as good."""
 
 
-def ways(plan: Plan) -> list[Option]:
+def shown_options(plan: Plan) -> list[Option]:
     """The options worth showing, the fastest first: the recommended and the well-known ones, and of the others those
     that fit and that no other one equals or beats in both memory and time. Where nothing fits, the two that need
     least."""

@@ -123,7 +123,7 @@ class _End:
 
 
 class _Result:
-    """The model has run: the largest tensor that it gives are its logits."""
+    """The model has run: the largest tensor that it returns is taken to be its logits."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -138,7 +138,7 @@ class _Result:
 
 
 class _Gradient:
-    """Backward comes to a part with the gradient of its output."""
+    """Backward reaches a part with the gradient of its output."""
 
     def __init__(self, recorder: Recorder, part: int) -> None:
         self.recorder, self.part = recorder, part

@@ -1,4 +1,4 @@
-"""Write down what runs: every kernel, every storage's beginning and end, every tensor saved for backward.
+"""Record what runs: every kernel, every storage's beginning and end, every tensor saved for backward.
 
 [Note: recording]
 A TorchDispatchMode sees the kernels, in forward and, since it is active on autograd's threads too, in backward. A
@@ -6,7 +6,7 @@ storage is known from the first kernel that returns it; a weak reference to the 
 the very moment, whatever held it last. What autograd saves goes through hooks.
 
 In forward the recorder wants to see how long the program itself holds a storage, as if nothing were saved. So with fake
-tensors a hook keeps only a tensor's shape, and makes another fake tensor when backward asks for it: one run shows both.
+tensors a hook keeps only a tensor's shape, and makes another fake tensor when backward unpacks it: one run shows both.
 Real tensors are needed in backward. They can be held somewhere else meanwhile, such as in the host's memory, and then
 too one run shows both. If they stay where they are, one run saves nothing and shows the forward, and a second one shows
 the backward; both do the same, and the recorder checks that they do.
@@ -56,14 +56,14 @@ LOSS = "loss"
 """What runs after the layers and is no operator of the model."""
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Occasion: TypeAlias = Literal["kernel", "saved", "gradient"]
-"""A kernel is about to run; backward asks for something saved; backward comes to a part."""
+"""A kernel is about to run; backward unpacks a saved tensor; backward reaches a part."""
 Place: TypeAlias = tuple[Phase, int]
 """Where something happens: the phase, and the part: -1 is before the layers, their number after them."""
 
 
 @dataclass(slots=True)
 class Storage:
-    """A storage that was made while we listened."""
+    """A storage that was made while recording."""
 
     size: int
     made: Place
@@ -103,7 +103,7 @@ class _Call:
 
 
 class Mark(NamedTuple):
-    """How much had been written down at one moment."""
+    """How much had been recorded at one moment."""
 
     events: dict[Place, int]
     kernels: int
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
         self.clock = Clock() if timed else None
         self.formulas = Formulas(self)
         self.paused = False
-        """Whether what happens now is not to be written down."""
+        """Whether what happens now is not to be recorded."""
         self.attend: Callable[[Occasion], None] = lambda occasion: None
         """Called before a kernel runs and where backward reaches something that was recorded: see
         :mod:`lowtide.trace.phases`."""
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def in_forward(self) -> bool:
-        """Whether this is the forward that is written down."""
+        """Whether this is the forward that is recorded."""
         return not self.paused and self.place[0] == "forward"
 
     def call_begins(self, operator: str, given: Any) -> None:
@@ -406,13 +406,13 @@ class Recorder(TorchDispatchMode):
         self.meeting = True
 
     def mark(self) -> Mark:
-        """How much has been written down."""
+        """How much has been recorded."""
         return Mark(
             {place: len(events) for place, events in self.streams.items()}, len(self.kernels), len(self.storages)
         )
 
     def take_back(self, mark: Mark) -> None:
-        """Forget what was written down since then; no storage from before has ended, nor was anything saved."""
+        """Forget what was recorded since then; no storage from before has ended, nor was anything saved."""
         for place, events in self.streams.items():
             del events[mark.events.get(place, 0) :]
         del self.kernels[mark.kernels :]
@@ -455,7 +455,7 @@ class Recorder(TorchDispatchMode):
             self.quiet = False
 
     def unpack(self, saved: _Saved) -> Tensor:
-        """Autograd asks for it."""
+        """Autograd unpacks it."""
         if saved.number >= 0:
             self.attend("saved")
             self.note("use", saved.number)

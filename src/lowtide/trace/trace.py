@@ -6,7 +6,7 @@ over kernels, storages and tensors saved for backward. So everything that comes 
 without the model and without a device.
 
 [Note: events]
-An event is a pair ``(what, number)``; the number is a place in one of the part's tuples.
+An event is a pair ``(what, number)``; the number is an index into one of the part's tuples.
 
 ==========  ============  ==============================================================================
 what        the number    meaning
@@ -18,7 +18,7 @@ what        the number    meaning
 ``free``    ``values``    nothing of the program holds the storage any more. In forward: apart from autograd, as if
                           nothing were saved for backward
 ``save``    ``packs``     autograd saves a tensor (forward only)
-``use``     ``packs``     autograd asks for a saved tensor (backward only)
+``use``     ``packs``     autograd unpacks a saved tensor (backward only)
 ``done``    ``packs``     autograd frees it (backward only)
 ==========  ============  ==============================================================================
 
@@ -77,7 +77,7 @@ class TracedOperator(NamedTuple):
     owned: int = 0
     """The bytes of the tensors saved for backward that it wrote last, each storage once."""
     net: int = 0
-    """What recomputing it alone would save: ``owned`` less inputs that would be held only for the rebuild."""
+    """What recomputing it alone would save: ``owned`` less inputs that would be held only for the replay."""
     random: bool = False
     """Whether it draws random numbers."""
     repeatable: bool = True
@@ -154,7 +154,7 @@ class Pack(NamedTuple):
     """The operator whose decision it follows; empty unless ``source`` is ``operator``."""
     source: Source
     position: int
-    """The place of the saving operator among the part's operators: what a prefetch counts in."""
+    """The index of the saving operator among the part's operators: what a prefetch counts in."""
     movable: bool = True
     """False for integers and booleans, which are always kept."""
     cast: bool = False
@@ -254,7 +254,7 @@ class Trace:
     parts: tuple[Part, ...]
     """The distinct layers."""
     layers: tuple[int, ...]
-    """For each layer of the model, the place of its part."""
+    """For each layer of the model, the index of its part."""
     before: Part
     """What runs before the layers."""
     after: Part

@@ -1,4 +1,4 @@
-"""The random generators of a process, taken as one tensor and set back bit by bit."""
+"""The random generators of a process, captured as one tensor and restored bit by bit."""
 
 from __future__ import annotations
 

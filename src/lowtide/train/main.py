@@ -77,7 +77,7 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
 
 
 def _device_memory(device: torch.device) -> int | None:
-    """The bytes of the device; None for the host, whose memory is everybody's."""
+    """The bytes of the device; None for the host, whose memory is not the run's alone."""
     return None if device.type == "cpu" else torch.accelerator.get_memory_info()[1]
 
 

@@ -89,7 +89,7 @@ class Pipeline:
         self.last = any(stage.last for stage in stages)
 
     def drop_attempt(self) -> None:
-        """Forget a step that was broken off; the schedule itself forgets all but its losses when it begins."""
+        """Forget an aborted step; the schedule itself forgets all but its losses when it begins."""
         drop_pipeline_losses(self.schedule)
 
     def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:

@@ -116,7 +116,7 @@ class Step:
         )
 
     def _drop_attempt(self) -> None:
-        """Drop what a step that was broken off has left behind."""
+        """Drop what an aborted step has left behind."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for part in self.parts:

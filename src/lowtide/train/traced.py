@@ -60,7 +60,7 @@ def trace_rank(
     if dist.is_initialized():
         raise TraceError("a run's ranks are imagined in a process group of their own: there is one already; leave it")
     degrees = replace(rank.degrees, pipeline=1)
-    chosen, stands_for = _sample(rank.shape)
+    chosen, represented_by = _sample(rank.shape)
     with imagined_process_group(degrees.world), warnings.catch_warnings():
         # The head gives a view, which nothing here writes into.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -79,7 +79,7 @@ def trace_rank(
         finally:
             make_meshes.cache_clear()
     traced = dict(zip(chosen, trace.layers, strict=True))
-    return replace(trace, layers=tuple(traced[layer] for layer in stands_for))
+    return replace(trace, layers=tuple(traced[layer] for layer in represented_by))
 
 
 def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, progress: Callable[[str], None]) -> Trace:
@@ -130,12 +130,12 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
         else:
             runs.append([layer])
     chosen: list[int] = []
-    stands_for: list[int] = []
+    represented_by: list[int] = []
     for run in runs:
         ends = [*run[:3], *run[3:][-1:]]
         chosen += ends
-        stands_for += [layer if layer in ends else run[2] for layer in run]
-    return chosen, stands_for
+        represented_by += [layer if layer in ends else run[2] for layer in run]
+    return chosen, represented_by
 
 
 def _balance(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ def test_a_value_of_another_kind_is_an_error_and_nothing_more_is_said(value: dic
         ({"adaptt": {"budget": "auto"}}, "did you mean `adapt`?"),
     ],
 )
-def test_a_slip_of_the_pen_is_told_with_the_name_that_was_meant(document: dict[str, Any], hint: str) -> None:
+def test_a_typing_error_is_reported_with_the_name_that_was_meant(document: dict[str, Any], hint: str) -> None:
     assert only_error(document).hint == hint
 
 
@@ -70,7 +70,7 @@ def test_a_section_that_turns_nothing_on_says_so() -> None:
         assert not problems.warnings + problems.errors
 
 
-def test_a_file_that_adapts_is_right_in_either_layout_beside_fixed_decisions() -> None:
+def test_a_file_that_adapts_is_valid_in_either_layout_with_fixed_decisions() -> None:
     graph = "model: {model_config: {num_layers: 4}}\nrecompute_config: {recompute: [1]}\nadapt: {budget: auto}\n"
     newer = "training: {steps: 4}\nmodel: {num_layers: 4}\nswap: {enable: true}\nadapt: {budget: 60GiB}\n"
     for text in (graph, newer):

@@ -8,7 +8,7 @@ from schema_reading import errors, only_error, read
 
 
 @pytest.mark.parametrize("key", ["training", "parallelism", "recompute", "recompute_comm", "swap"])
-def test_the_layout_of_2026_is_told_by_its_sections(key: str) -> None:
+def test_the_layout_of_2026_is_recognised_by_its_sections(key: str) -> None:
     result, problems = read({key: {}, "model": {"num_hidden_layers": 7}})
     assert result.layout == "2026"
     assert result.model.num_layers == 7

@@ -59,7 +59,7 @@ def test_other_pairs_of_settings_are_checked() -> None:
     assert "two numbers" in only_error({"optimizer": {"betas": [0.9]}}).message
 
 
-def test_an_alias_of_the_data_set_is_told_once() -> None:
+def test_an_alias_of_the_data_set_is_reported_once() -> None:
     data = {"numa_enable": True}
     document = {"train_dataset": data, "train_dataset_task": {"dataset_config": data}}
     assert only_warning(document).path == ("train_dataset", "numa_enable")

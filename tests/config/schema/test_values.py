@@ -1,4 +1,4 @@
-"""The values of sections: their types, their defaults, and the words an error is told in."""
+"""The values of sections: their types, their defaults, and the words of an error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from schema_reading import ALL_SECTIONS, errors, only_error, read
         ({"recompute": True}, "`recompute` must be a mapping, found true", "recompute_config:\n  recompute: true"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_told_in_plain_words(document: Any, message: str, hint: str) -> None:
+def test_a_wrong_value_is_reported_in_plain_words(document: Any, message: str, hint: str) -> None:
     problem = only_error(document)
     assert message in problem.message
     assert hint in problem.hint
@@ -158,7 +158,7 @@ def read_problems(section: type[Section], value: Any) -> Problems:
     return problems
 
 
-def test_one_error_of_a_value_with_several_ways_is_told_in_the_way_it_was_meant() -> None:
+def test_one_error_of_a_value_with_several_forms_is_about_the_form_that_was_meant() -> None:
     loader = {"config": {"data_path": [1, "x", None]}}
     problem = only_error({"train_dataset": {"data_loader": loader}})
     assert problem.path == ("train_dataset", "data_loader", "config", "data_path", 2)

@@ -113,7 +113,7 @@ def test_callback_and_callbacks_are_one_section() -> None:
     assert "two names of one section" in only_error({"callback": one, "callbacks": one}).message
 
 
-def test_the_model_config_may_stand_in_two_places_but_not_in_both() -> None:
+def test_the_model_config_may_be_in_either_of_two_sections_but_not_in_both() -> None:
     inner = {"num_layers": 4}
     assert read({"model": {"model_config": inner}})[0].model == read({"model_config": inner})[0].model
     assert "two places" in only_error({"model": {"model_config": inner}, "model_config": inner}).message

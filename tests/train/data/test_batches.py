@@ -1,4 +1,4 @@
-"""Every sample once an epoch, whoever reads it and however often the run is interrupted."""
+"""Every sample once an epoch, whichever rank reads it and however often the run is interrupted."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_every_sample_is_used_once_an_epoch_over_any_change_of_ranks(
 def test_a_step_has_the_same_samples_in_every_layout(layout: tuple[int, int], number: int) -> None:
     ranks, size = layout
     alone = step_of(100, number * 12, ranks=1, size=12, per_step=12)
-    divided = step_of(100, number * 12, ranks=ranks, size=size, per_step=12)
-    assert [one for micro in divided for one in micro] == alone[0]
+    split = step_of(100, number * 12, ranks=ranks, size=size, per_step=12)
+    assert [one for micro in split for one in micro] == alone[0]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
@@ -112,7 +112,7 @@ def test_a_changed_size_of_steps_keeps_the_place_in_the_epoch(count: int, before
     assert new.restored(new.state(place)) == place
 
 
-def test_reading_ahead_gives_what_reading_anew_gives() -> None:
+def test_reading_ahead_gives_what_reading_from_scratch_gives() -> None:
     source = Synthetic(100, 6, 50, seed=3)
 
     def made(workers: int = 0, prefetch: int | None = None) -> Batches:
@@ -129,13 +129,13 @@ def test_reading_ahead_gives_what_reading_anew_gives() -> None:
 
     ahead, far_ahead, workers = made(), made(prefetch=5), made(workers=1, prefetch=3)
     for consumed in (0, 8, 16, 80, 88, 0):  # also a jump, as after going back to a checkpoint
-        anew = made()
+        fresh = made()
         for other in (ahead, far_ahead, workers) if consumed else (ahead, far_ahead):  # a worker starts slowly
-            for one, two in zip(anew.for_step(consumed), other.for_step(consumed), strict=True):
+            for one, two in zip(fresh.for_step(consumed), other.for_step(consumed), strict=True):
                 assert one.sample_ids == two.sample_ids
                 assert torch.equal(one.tokens, two.tokens)
                 assert torch.equal(one.labels, two.labels)
-        anew.close()
+        fresh.close()
     assert (len(ahead._ahead), len(far_ahead._ahead)) == (1, 3)  # steps of two micro-batches
     for one_more in (ahead, far_ahead, workers):
         one_more.close()

@@ -212,7 +212,7 @@ def test_what_megatron_settings_cannot_mean_is_an_error(tmp_path: Path, config: 
         source(megatron(tmp_path, **config), tmp_path / "cache")
 
 
-def test_a_source_without_samples_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_without_samples_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loader = megatron(tmp_path, data_path=[1000, str(tmp_path / "a"), 1, str(tmp_path / "b")])
     with caplog.at_level(logging.WARNING):
         assert len(source(loader | {"sizes": [10, 0, 0]}, tmp_path / "cache")) == 10

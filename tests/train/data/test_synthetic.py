@@ -24,7 +24,7 @@ def test_a_sample_depends_on_its_number_and_seed_alone() -> None:
         source[10]
 
 
-def test_the_next_token_can_be_learnt() -> None:
+def test_the_next_token_can_be_predicted() -> None:
     """A table of which token follows which, counted in some samples, is right about nine in ten in others."""
     source = Synthetic(200, 128, 5000)
     follows = np.zeros(5000, dtype=np.int64)

@@ -50,7 +50,7 @@ class Form2026:
     comm: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Patterns of operators whose collective is re-issued."""
     prefetch: int = 1
-    """How many layers before its use a tensor starts coming back."""
+    """How many layers before its use the reload of a tensor starts."""
     layer_swap: dict[int, Swap] = field(default_factory=dict)
     """The swapped layers."""
     op_swap: dict[str, tuple[tuple[int, ...], Swap]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ _GUIDE = ("device_size", "profiling_step", "device_swap")
 
 
 class Adapt(Section):
-    """The run measures itself, plans what becomes of its activations, and goes on where an allocation fails."""
+    """The run measures itself, plans what becomes of its activations, and survives OOM."""
 
     unknown: ClassVar[Literal["error", "warn"]] = "error"
     aliases: ClassVar[dict[str, str]] = {
@@ -29,6 +29,6 @@ class Adapt(Section):
     profiling_step: Number = 10
     """Steps that are measured before the plan is made; default 10."""
     device_swap: bool | None = None
-    """Whether tensors leave for the host where an allocation fails; default: true, false with `device_size`."""
+    """Whether tensors are offloaded to the host on OOM; default: true, false with `device_size`."""
     verbosity: Literal["quiet", "normal"] = "normal"
     """Whether what is decided is printed; default normal."""

@@ -137,7 +137,7 @@ class ModelConfig(Section):
     first_k_dense_replace: Index | None = None
     """First layers that stay dense; default: the model's own."""
     n_group: Count | None = None
-    """Groups the experts are divided into; default: the model's own."""
+    """Groups that the experts are split into; default: the model's own."""
     topk_group: Count | None = None
     """Groups a token may choose from; default: the model's own."""
     routed_scaling_factor: Positive | None = None

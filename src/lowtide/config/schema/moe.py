@@ -49,7 +49,7 @@ class MoEConfig(Section):
     topk_method: str = "greedy"
     """How experts are chosen, such as group_limited_greedy; default greedy."""
     n_group: Count | None = None
-    """Groups the experts are divided into; default: one."""
+    """Groups that the experts are split into; default: one."""
     topk_group: Count | None = None
     """Groups a token may choose from; default: all."""
     first_k_dense_replace: Index | bool | None = None

@@ -68,7 +68,7 @@ class TopLevel(Section):
     lr_scale_factor: Annotated[float, NoEffect("set the learning rate itself")] | None = None
     """A divisor of the learning rate; default: unset."""
     lr_scale: Annotated[bool, NoEffect("set the learning rate itself", harmless=(False,))] = False
-    """Whether the learning rate is divided; default false."""
+    """Whether the divisor is used; default false."""
     print_separate_loss: bool = False
     """Whether the parts of the loss are logged too; default false."""
     profile: bool = False

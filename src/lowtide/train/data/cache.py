@@ -23,7 +23,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
 
     [Note: many ranks, one file] What makes this safe is the rename: a file has its name only when it is complete, and
     two ranks that both made it made the same bytes. The lock only saves work: ranks of one host wait for the first
-    instead of repeating it. Some network file systems do not pass locks between hosts; then each host builds once.
+    instead of doing it too. Some network file systems do not pass locks between hosts; then each host builds once.
     """
     if target.exists():
         return

@@ -1,4 +1,4 @@
-"""What one Handle has learnt, the next need not learn."""
+"""What one Handle has profiled, the next need not profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_policy_that_follows_another_is_at_work_in_its_first_step() -> None:
 
     first, without = recomputed(None)
     _, with_it = recomputed(first)
-    assert (without, with_it) == (2, 3)  # a layer that is being learnt keeps everything
+    assert (without, with_it) == (2, 3)  # a layer that is being profiled keeps everything
 
 
 def test_a_uniform_policy_is_applied_to_as_many_layers_as_there_are() -> None:
