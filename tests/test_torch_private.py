@@ -56,7 +56,7 @@ from lowtide._torch_private.storages import (
 )
 from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper, taken_apart
 from lowtide._torch_private.training.foreach import multiply_all, norms_of
-from lowtide._torch_private.training.resets import drop_pipeline_losses
+from lowtide._torch_private.training.resets import reset_pipeline
 from lowtide._torch_private.versions import count_of_writes, version_of, written_arguments
 
 
@@ -401,7 +401,7 @@ def test_a_pipelines_schedule_forgets_the_losses_of_a_step_that_was_broken_off(m
     failing[0] = False
     with pytest.raises(RuntimeError, match="Expecting 2 losses but got 3"):
         schedule.step(given, target=target, losses=losses)
-    drop_pipeline_losses(schedule)
+    reset_pipeline(schedule)
     schedule.step(given, target=target, losses=losses)
     assert len(losses) == 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from layout_cases import SHARD, data
 from ranks import Ranks
-from train import broken_steps
+from train import broken_pipelines, broken_steps
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -47,3 +47,23 @@ def test_ranks_that_break_a_step_off_together_run_it_again_together(ranks: Ranks
         assert reported
         assert bits
         assert broken == 8
+
+
+def test_a_pipelines_step_is_broken_off_in_one_process_and_run_again(one: Ranks) -> None:
+    """Of two chunks on one rank the second has taken its first input, and its next ones wait for it."""
+    assert one.run(broken_pipelines.same, "interleaved", [None, 1]) == [True]
+    assert one.run(broken_pipelines.same, "interleaved", [3, None]) == [True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fails"),
+    [
+        ("gpipe", [3, 0]),  # three activations are sent, and one of them is received
+        ("gpipe", [2, 1]),
+        ("1f1b", [1, 0]),  # one is sent, and received
+    ],
+)
+def test_what_a_pipelines_broken_off_step_had_sent_is_not_received_in_the_next(
+    ranks: Ranks, schedule: str, fails: list[int]
+) -> None:
+    assert ranks.run(broken_pipelines.same, schedule, fails) == [True, True]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
@@ -17,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lowtide._torch_private.training.resets import drop_pipeline_losses
+from lowtide._torch_private.training.resets import reset_pipeline, use_group
 from lowtide.config.placement import Placement
 from lowtide.errors import ConfigError
 from lowtide.planner import pipeline as plan
@@ -83,14 +84,21 @@ def planned_pipeline(run: Run) -> plan.Pipeline:
 class Pipeline:
     """This rank's stages and their schedule."""
 
-    def __init__(self, schedule: Any, stages: Sequence[Stage]) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Any, stages: Sequence[Stage], group: ProcessGroup) -> None:
+        self.schedule, self.group = schedule, group
         self.first = any(stage.first for stage in stages)
         self.last = any(stage.last for stage in stages)
 
     def drop_attempt(self) -> None:
-        """Forget an aborted step; the schedule itself forgets all but its losses when it begins."""
-        drop_pipeline_losses(self.schedule)
+        """Forget an aborted step. All ranks of the pipeline do so together.
+
+        What one rank had sent and another had not yet received would be received in place of the next step's: they go
+        on in a group of their own. The old one keeps its connections until the process ends.
+        """
+        reset_pipeline(self.schedule)
+        if self.group.size() > 1:
+            ranks = dist.get_process_group_ranks(self.group)
+            use_group(self.schedule, dist.new_group(ranks, use_local_synchronization=True))
 
     def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
         """Forward and backward of all micro-batches; the sum of their losses, on the rank that has the last stage."""
@@ -133,4 +141,4 @@ def make_pipeline(
             f"the schedule {run.schedule} cannot run {run.micro_steps} micro-batches over {run.degrees.pipeline} stages"
             f" x {run.placement.num_chunks} chunks: {error}; change parallel_config.micro_batch_num"
         ) from error
-    return Pipeline(schedule, stages)
+    return Pipeline(schedule, stages, group)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from lowtide._torch_private.needed import needed_for
 
 __all__ = [
-    "drop_pipeline_losses",
+    "reset_pipeline",
     "reset_reducer",
     "reset_sharding",
+    "use_group",
 ]
 
 
@@ -22,11 +24,35 @@ def reset_reducer(module: torch.nn.parallel.DistributedDataParallel) -> None:
     reset()
 
 
-def drop_pipeline_losses(schedule: Any) -> None:
-    """Let a pipeline schedule forget the losses of a step that was broken off; they would count for the next one."""
+def reset_pipeline(schedule: Any) -> None:
+    """Let a pipeline schedule forget a step that was broken off; all else it forgets itself when it begins.
+
+    Its losses would count for the next step. Receive buffers that no forward or backward has taken are, since 2.15, an
+    error in the next step: a receive that is still under way might write into them. They are dropped, so that the next
+    receive gets its own; what is under way must not be taken for it, see :func:`use_group`.
+    """
     with needed_for("repeating a step of a pipeline"):
         losses = schedule._internal_losses
+        received = [one for stage in _stages_of(schedule) for one in (stage.args_recv_info, stage.grad_recv_info)]
     losses.clear()
+    for by_micro_batch in received:
+        for info in (one for infos in by_micro_batch.values() for one in infos):
+            if hasattr(info, "take_buffer"):
+                info.buffer = None
+    for name in ("fwd_recv_ops", "bwd_recv_ops"):  # of schedules that post receives ahead
+        getattr(schedule, name, {}).clear()
+
+
+def use_group(schedule: Any, group: dist.ProcessGroup) -> None:
+    """Let a pipeline's stages send and receive in another group of the same ranks."""
+    for stage in _stages_of(schedule):
+        stage.group = group
+        if hasattr(stage, "_p2p_edge_groups"):
+            stage._p2p_edge_groups.clear()
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def reset_sharding(module: Any) -> None:
