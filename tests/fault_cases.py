@@ -305,29 +305,29 @@ def nothing(session: Session) -> AbstractContextManager[None]:
 
 
 FAULTS = (
-    Fault("a copy out fails", "goes on", "the copy out failed", always(lambda: tide.faults.fail_copy(1))),
-    Fault("a copy out fails", "goes on", "the copy out failed", always(lambda: tide.faults.fail_copy(1)), tier="disk"),
+    Fault("an offload fails", "goes on", "the offload failed", always(lambda: tide.faults.fail_copy(1))),
+    Fault("an offload fails", "goes on", "the offload failed", always(lambda: tide.faults.fail_copy(1)), tier="disk"),
     Fault(
-        "a copy back fails once, ahead of its use", "goes on", "could not start ahead of time",
+        "a reload fails once, ahead of its use", "goes on", "the prefetch could not start",
         in_backward(lambda: tide.faults.fail_copy(1)),
     ),
     Fault(
-        "a copy back fails once, at its use", "goes on", "a copy back failed and was repeated",
+        "a reload fails once, at its use", "goes on", "a reload failed and was tried again",
         in_backward(lambda: tide.faults.fail_copy(1)), limits={"in_flight_bytes": 0},
     ),
     Fault(
-        "a copy back fails once", "goes on", "a copy back failed and was repeated",
+        "a reload fails once", "goes on", "a reload failed and was tried again",
         in_backward(lambda: tide.faults.fail_copy(1)), tier="disk",
     ),
-    Fault("a copy back fails always", "stops", "SwapError", every_copy_back_fails, SwapError, "twice"),
-    Fault("a copy back fails always", "stops", "SwapError", every_copy_back_fails, SwapError, "twice", tier="disk"),
+    Fault("a reload fails always", "stops", "SwapError", every_copy_back_fails, SwapError, "twice"),
+    Fault("a reload fails always", "stops", "SwapError", every_copy_back_fails, SwapError, "twice", tier="disk"),
     Fault("the link is a thousand times slower", "goes on", "", slow_link),
     Fault("the link is a thousand times slower", "goes on", "", slow_link, tier="disk"),
     Fault("a copy takes a second longer", "goes on", "", always(lambda: tide.faults.delay_copy(2, 10**9))),
     Fault("a copy back takes a second longer", "goes on", "", in_backward(lambda: tide.faults.delay_copy(1, 10**9))),
     Fault("a copy overtakes another", "goes on", "", always(lambda: tide.faults.reorder_copy(1))),
     Fault(
-        "no device memory when a copy back starts ahead", "goes on", "could not start ahead of time",
+        "no device memory when a copy back starts ahead", "goes on", "the prefetch could not start",
         no_memory_ahead,
     ),
     Fault(
@@ -364,7 +364,7 @@ FAULTS = (
           tier="disk"),
     Fault("bits on the disk are flipped", "stops", "SwapError", between(corrupted), SwapError, "other bytes",
           tier="disk", device="cpu"),
-    Fault("the disk's file is cut off", "stops", "SwapError", between(truncated), SwapError, "came back", tier="disk"),
+    Fault("the disk's file is cut off", "stops", "SwapError", between(truncated), SwapError, "was read from disk", tier="disk"),
     Fault("the disk's file is full of zeros", "stops", "SwapError", between(zeroed), SwapError, "other bytes",
           tier="disk"),
     Fault("the model raises in forward", "stops", "its own exception", interrupted("forward"), Interruption),

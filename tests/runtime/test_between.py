@@ -149,7 +149,7 @@ def test_a_leaf_that_writes_into_its_buffer_is_kept_and_that_is_said() -> None:
     for leaf in (Counting, lambda: nn.BatchNorm1d(WIDTH)):
         handle = exact(leaf, steps, POLICIES["layers"])
         assert handle.kept
-        assert "cannot be repeated" in handle.receipt().without_effect[0]
+        assert "cannot be replayed" in handle.receipt().without_effect[0]
 
 
 def test_whole_layers_that_write_into_their_buffers() -> None:

@@ -1,4 +1,4 @@
-"""Autocast as it was: read in forward, set again for a recompute in backward."""
+"""Autocast: read in forward, restored for a recompute in backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def autocast_state() -> AutocastState:
 
 
 def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]]:
-    """Contexts that set autocast as it was, where that is another way than now.
+    """Contexts that restore autocast, where it is not set like that now.
 
     Weights that it has cast for others stay as they are, and none are added: a cast that is made without gradients must
     not be found by a forward that wants them.

@@ -1,4 +1,4 @@
-"""Functional collectives: how they are told from other operators, named, waited for."""
+"""Functional collectives: how they are recognised, named and waited for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def group_named(name: str) -> Any:
 def exchange_rows(rows: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
     """Send each rank of a group some of our rows, and give back those that arrived, one rank's after another's.
 
-    The functional collective makes the result itself, so that whoever watches kernels sees who wrote it.
+    The functional collective makes the result itself, so that a mode that sees kernels knows what wrote it.
     """
     with needed_for("expert parallelism"):
         functional = importlib.import_module("torch.distributed._functional_collectives")

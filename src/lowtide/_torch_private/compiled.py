@@ -41,5 +41,5 @@ def _from_outside(module: torch.nn.Module) -> bool:
 
 def under_compilation() -> bool:
     """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
-    # What `torch.compiler.is_compiling` asks beside is for TorchScript, and takes microseconds of every layer.
+    # What `torch.compiler.is_compiling` asks in addition is for TorchScript, and takes microseconds of every layer.
     return is_dynamo_compiling() or compiler._is_compiling_flag or get_eval_frame_callback() is not None

@@ -1,4 +1,4 @@
-"""GradScaler: which one is calling, and what it remembers of a step that is repeated."""
+"""GradScaler: which one is calling, and what it remembers of a step that is retried."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = [
 
 
 def forget_unscaling(scalers: Iterable[torch.amp.GradScaler], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Let GradScalers forget that they have unscaled gradients in these optimizers' step, which is begun anew."""
+    """Let GradScalers forget that they have unscaled gradients in these optimizers' step, which is retried."""
     keys = [id(optimizer) for optimizer in optimizers]
     for scaler in scalers:
         if scaler.is_enabled():
-            with needed_for("repeating a step with a GradScaler"):
+            with needed_for("retrying a step with a GradScaler"):
                 states = scaler._per_optimizer_states
             for key in keys:
                 states.pop(key, None)

@@ -1,4 +1,4 @@
-"""Storages: identity, size, users, and who is told when one is resized."""
+"""Storages: identity, size, users, and callbacks when one is resized."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ AroundResize: TypeAlias = Callable[[Resize, Any, int], Any]
 
 
 class _ResizeWatchers:
-    """Whoever wants to know of storages that are resized, which is no kernel and seen by no mode.
+    """Callbacks around the resizing of storages, which is no kernel and seen by no mode.
 
-    The method is replaced while there is anybody: one replacement for all, since they do not end in order.
+    The method is replaced while there is a callback: one replacement for all, since they do not end in order.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def stored_tensor(tensor: Tensor) -> Tensor:
 
 def storage_users(tensor: Tensor) -> int:
     """How many tensors see the storage of a plain tensor."""
-    storage = tensor.untyped_storage()  # the object that stands for it in Python holds it once as well
+    storage = tensor.untyped_storage()  # its Python object holds it once as well
     count: int = _storage_Use_Count(storage._cdata)
     return count - 1
 

@@ -44,9 +44,9 @@ def apply(
     pipeline stage, it may match in another. ``profiles`` are those of an earlier Handle of the model: layers in them
     are not profiled again.
 
-    ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` leaves the
-    model as it was, and so does the end of ``with lowtide.apply(model, policy):``. If this raises, the model is as it
-    was too.
+    ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` restores
+    the model, and so does the end of ``with lowtide.apply(model, policy):``. If this raises, the model is
+    unchanged.
     """
     found = find_layers(model, layers)
     policy = policy.for_layers(len(found.modules))
@@ -120,7 +120,7 @@ class Handle:
 
     def receipt(self) -> Receipt:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
-        more = [f"{name} in layer {index} is kept: its call cannot be repeated" for index, name in self.kept]
+        more = [f"{name} in layer {index} is kept: its call cannot be replayed" for index, name in self.kept]
         profiles = {one.index: one.profile for one in self.followers}
         receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more)
         self.ledger.clear()
@@ -133,7 +133,7 @@ class Handle:
         self.remove()
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         for follower in self.followers:
             follower.remove()
         while self._gathering:

@@ -1,4 +1,4 @@
-"""Hold a call's arguments as they were, although the caller, or the call itself, changes them afterwards.
+"""Hold a call's arguments unchanged, although the caller, or the call itself, changes them afterwards.
 
 Tensors tell by their version whether they were written to. Lists, mappings and objects do not: a layer may append to a
 list or grow a cache of keys and values, and its caller may put the next layer's values into the same object. So a call
@@ -28,7 +28,7 @@ _LIMIT = 20_000
 
 
 class Copied:
-    """A value of a call's arguments that can change, as it was when the call began."""
+    """A value of a call's arguments that can change, copied when the call began."""
 
     __slots__ = ("fixed", "tensors", "value")
 

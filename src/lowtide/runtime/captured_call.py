@@ -184,6 +184,8 @@ class CapturedCall:
         same: dict[int, Any] = {}
 
         def argument(value: Any) -> Any:
+            if type(value) not in _ARGUMENTS:  # a leaf of another container, held as it is
+                return value
             if id(value) not in same:
                 same[id(value)] = value.again(self.line.whose)
             return same[id(value)]

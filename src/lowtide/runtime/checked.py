@@ -44,7 +44,7 @@ class _Checked:
         """The tensor; VerificationError if its bytes are not those that were saved."""
         tensor = self.saved.tensor()
         if checksum(tensor) != self.checksum:
-            raise VerificationError(f"{self.what} came back with other bytes than it left with")
+            raise VerificationError(f"{self.what} was unpacked with other bytes than were saved")
         return tensor
 
 

@@ -64,7 +64,7 @@ class Collectives:
         self.wrappers.wrap(layer, self._around)
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the layer."""
         self.wrappers.remove()
 
     def _around(self, forward: Function) -> Function:

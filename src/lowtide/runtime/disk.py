@@ -137,10 +137,10 @@ class DiskFile:
             except OSError as error:
                 raise SwapError(f"a swapped tensor could not be read back from disk: {error}") from error
             if count <= 0:
-                raise SwapError(f"a swapped tensor of {extent.length} bytes came back from disk as {done} bytes")
+                raise SwapError(f"a swapped tensor of {extent.length} bytes was read from disk as {done} bytes")
             done += count
         if zlib.crc32(memory[: extent.length]) != extent.checksum:
-            raise SwapError("a swapped tensor came back from disk with other bytes than were written")
+            raise SwapError("a swapped tensor was read from disk with other bytes than were written")
 
     def _handle(self, buffer: HostBuffer) -> int:
         return self.direct if buffer.bytes.data_ptr() % PAGE == 0 else self.buffered

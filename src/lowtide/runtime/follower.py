@@ -9,7 +9,7 @@ when it goes to the next:
 - ``DECIDED``: its operators are recomputed or swapped (:class:`~lowtide.runtime.layer.DecidedLayer`).
 - ``SCHEDULED``: it keeps or recomputes everything, and tells the schedule that it runs: something of another layer is
   due in it, or its own input is swapped.
-- ``REMOVED``: the Policy is gone, and the layer is as it was.
+- ``REMOVED``: the Policy is gone, and the layer is restored.
 
 A decided layer whose control flow diverges from its profile is profiled again, alone, and decided again. Three things
 do not depend on the state and stay until the end: the whole-layer checkpoint, the hooks around a compiled layer, and
@@ -84,7 +84,7 @@ class Attached(Protocol):
         """Put it on."""
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the layer."""
 
 
 class Shared(NamedTuple):
@@ -107,7 +107,7 @@ class LayerFollower:
     def __init__(self, index: int, layer: nn.Module, shared: Shared) -> None:
         self.index, self.layer, self.shared = index, layer, shared
         self.structure = structure_of(layer)
-        """As it was when the Policy was applied: ``fully_shard`` gives modules another class."""
+        """When the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = shared.policy.layers[index]
         self.compiled = has_compiled(layer)
         if self.compiled and (self.settings.rules or self.settings.collectives):
@@ -190,7 +190,7 @@ class LayerFollower:
             self._go(State.SCHEDULED, _Wrapped(self.layer, make, compiled_call(self.layer)))
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the layer."""
         self._go(State.REMOVED)
         if self.collectives is not None:
             self.collectives.remove()

@@ -130,7 +130,7 @@ class DecidedLayer:
             self.check.tracker.attach()  # around ours, so that our hooks are the inner ones
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the layer."""
         if self.check is not None:
             self.check.tracker.detach()
         self.wrappers.remove()

@@ -1,4 +1,4 @@
-"""Modules as they were when they were called: what changes them before backward does not change what they did.
+"""The state of modules at a call: what changes them before backward does not change a replay.
 
 Kept are attributes, the containers and objects among them, parameters and buffers, and the variables outside that the
 modules' code names (:mod:`lowtide.runtime.outside`). For a replay what has changed since
@@ -191,7 +191,7 @@ class ModuleStates:
 
     @contextmanager
     def restored(self, whose: str) -> Iterator[None]:
-        """The modules as they were. RebuildError if a tensor of theirs was written to."""
+        """Restore the modules while this context lasts. RebuildError if a tensor of theirs was written to."""
         undo = self.put_back(whose)
         try:
             yield

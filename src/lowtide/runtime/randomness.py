@@ -145,7 +145,7 @@ class HostRandom:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The random numbers as they were; afterwards they go on from where they are now."""
+        """Restore them while this context lasts."""
         now = HostRandom()
         self.set()
         try:
@@ -154,7 +154,7 @@ class HostRandom:
             now.set()
 
     def set(self) -> None:
-        """Let the random numbers be as they were."""
+        """Restore them."""
         if _python_state() is not self.python:
             random.setstate(self.python)
             _Asked.python = (_python_memory(), self.python)

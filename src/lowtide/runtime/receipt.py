@@ -60,7 +60,7 @@ class SettingReceipt(NamedTuple):
     operators: tuple[str, ...]
     """The operators it decided."""
     freed_bytes: int | None
-    """Let go between forward and backward, all its layers together; None where it is not known."""
+    """Freed between forward and backward, all its layers together; None where it is not known."""
     moved_bytes: int
     kept_bytes: int
     copy_seconds: float

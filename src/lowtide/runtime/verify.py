@@ -46,7 +46,7 @@ def verify(
     """Run ``model`` on ``batch`` with and without ``policy`` and compare loss and gradients bit by bit.
 
     ``batch`` is what the model is called with: a mapping of keywords, a tuple of arguments, or one argument. ``loss``
-    makes a scalar of the output; by default its ``.loss``, or the sum of its first tensor. The model is left as it was,
+    makes a scalar of the output; by default its ``.loss``, or the sum of its first tensor. The model is restored,
     its gradients, buffers and random state included. Raises :class:`~lowtide.errors.VerificationError` with the names
     that differ.
     """
@@ -84,13 +84,13 @@ class _State:
         self.random = ProcessRandom()
 
     def begin(self) -> None:
-        """As it was, without gradients."""
+        """Restore it, without gradients."""
         self.restore()
         for parameter, _ in self.gradients:
             parameter.grad = None
 
     def restore(self) -> None:
-        """As it was."""
+        """Restore it."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         with torch.no_grad():

@@ -19,7 +19,7 @@ __all__ = [
 
 def reset_reducer(module: torch.nn.parallel.DistributedDataParallel) -> None:
     """Let DDP forget a backward that was broken off; otherwise the next forward is refused."""
-    with needed_for("repeating a step under DistributedDataParallel"):
+    with needed_for("retrying a step under DistributedDataParallel"):
         reset = module.reducer._reset_state
     reset()
 
@@ -31,7 +31,7 @@ def reset_pipeline(schedule: Any) -> None:
     error in the next step: a receive that is still under way might write into them. They are dropped, so that the next
     receive gets its own; what is under way must not be taken for it, see :func:`use_group`.
     """
-    with needed_for("repeating a step of a pipeline"):
+    with needed_for("retrying a step of a pipeline"):
         losses = schedule._internal_losses
         received = [one for stage in _stages_of(schedule) for one in (stage.args_recv_info, stage.grad_recv_info)]
     losses.clear()
@@ -62,7 +62,7 @@ def reset_sharding(module: Any) -> None:
     backward would add to them.
     """
     module.reset_iter_state()
-    with needed_for("repeating a step under fully_shard"):
+    with needed_for("retrying a step under fully_shard"):
         states = module._get_fsdp_state()._state_ctx.all_states
         parameters = [one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params]
     for parameter in parameters:
