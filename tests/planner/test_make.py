@@ -118,3 +118,10 @@ def test_the_curve_falls_with_memory() -> None:
 def test_no_budget_is_an_error() -> None:
     with pytest.raises(PlanError, match="60GiB"):
         make_plan(TRACE, 0, DEVICE)
+
+
+def test_fixed_decisions_may_be_uniform() -> None:
+    fixed = Policy.uniform(default=Recompute())
+    plan = make_plan(TRACE, KEPT.reserved, DEVICE, fixed=fixed)
+    assert plan.policy.layers == make_plan(TRACE, KEPT.reserved, DEVICE, fixed=fixed.for_layers(8)).policy.layers
+    assert len(plan.policy.layers) == 8

@@ -68,7 +68,7 @@ def test_a_step_is_the_global_batch_of_the_newer_layout() -> None:
 
 
 def test_context_parallel_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not divide sequences"):
+    with pytest.raises(ConfigError, match="does not shard sequences"):
         run_of(GRAPH, 2, parallel_config__context_parallel=2)
 
 

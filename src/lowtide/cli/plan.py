@@ -18,7 +18,7 @@ def _file(*names: str, text: str) -> Any:
     return typer.Option(*names, metavar="FILE", help=text, show_default=False, rich_help_panel=WRITE)
 
 
-Output = Annotated[Path | None, _file("--output", "-o", text="The Policy, as JSON.")]
+Output = Annotated[Path | None, _file("--output", "-o", text="The Policy, as JSON, or as YAML by its suffix.")]
 Yaml = Annotated[Path | None, _file("--yaml", text="The Policy, as YAML in the words of the guides.")]
 Html = Annotated[Path | None, _file("--html", text="A report: one page that needs no network.")]
 Perfetto = Annotated[Path | None, _file("--perfetto", text="The simulated step, for ui.perfetto.dev.")]
@@ -74,7 +74,7 @@ def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) ->
     result = found.plan
     try:
         if what == "policy":
-            file.write_text(result.policy.to_json(), encoding="utf-8")
+            result.policy.save(file)
         elif what == "yaml":
             if not result.yaml:
                 raise PlanError("the grammar of the guides cannot say this Policy; -o writes it as JSON")

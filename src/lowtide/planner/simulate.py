@@ -32,6 +32,7 @@ from lowtide.policy import (
     resolve,
 )
 from lowtide.policy.collectives import joined, with_collectives
+from lowtide.policy.policy import YAML_KEYS
 from lowtide.trace.trace import Part, Trace
 
 __all__ = ["Known", "Played", "shortened", "simulate"]
@@ -222,7 +223,9 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
         defaults = asdict(Communication())
         for name, value in asdict(policy.communication).items():
             if value != defaults[name]:
-                notes.append(f"{name} is not simulated: memory and time are those of {defaults[name]}")
+                notes.append(
+                    f"{name} ({YAML_KEYS[name]}) is not simulated: memory and time are those of {defaults[name]}"
+                )
     if pipeline.schedule in HALVES:
         notes.append("where a backward is split, a micro-batch is taken to hold its memory until the weights' half")
     return tuple(notes)

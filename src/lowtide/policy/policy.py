@@ -16,7 +16,16 @@ from lowtide.policy.decision import Decision, Keep, Recompute, Swap, decision_as
 from lowtide.policy.pattern import Pattern
 from lowtide.policy.yaml import as_yaml
 
-__all__ = ["CollectiveRule", "Communication", "LayerPolicy", "Policy", "Rule", "format_layers", "parse_layers"]
+__all__ = [
+    "YAML_KEYS",
+    "CollectiveRule",
+    "Communication",
+    "LayerPolicy",
+    "Policy",
+    "Rule",
+    "format_layers",
+    "parse_layers",
+]
 
 FORMAT = 1
 MAX_LAYERS = 100_000
@@ -100,6 +109,14 @@ class Communication:
     """Whether each tensor-parallel rank holds only its slice of a recomputed layer's input.
 
     ``recompute_slice_activation`` in MindSpore's YAML."""
+
+
+YAML_KEYS = {
+    "reissue_collectives": "mp_comm_recompute",
+    "reshard_after_forward": "parallel_optimizer_comm_recompute",
+    "slice_inputs": "recompute_slice_activation",
+}
+"""The settings of :class:`Communication` and their keys in MindSpore's YAML."""
 
 
 @dataclass(frozen=True, repr=False)

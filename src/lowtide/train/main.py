@@ -126,7 +126,7 @@ def _open(
         restarted=options.restarted,
     )
     if policy is not None:
-        directory.policy.write_text(policy.to_json() + "\n", encoding="utf-8")
+        policy.save(directory.policy)
     return directory
 
 

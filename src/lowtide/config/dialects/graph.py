@@ -16,6 +16,7 @@ from lowtide.config.placement import Placement, Table
 from lowtide.config.problem import Problems
 from lowtide.config.swap_entries import SwapSettings
 from lowtide.policy import CollectiveRule, Communication, Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule
+from lowtide.policy.policy import YAML_KEYS
 
 __all__ = ["GraphForm", "Selection", "read_graph"]
 
@@ -41,12 +42,8 @@ _SELECTIONS = (
     "select_recompute_exclude",
     "select_comm_recompute_exclude",
 )
-SWITCHES = {
-    "mp_comm_recompute": "reissue_collectives",
-    "parallel_optimizer_comm_recompute": "reshard_after_forward",
-    "recompute_slice_activation": "slice_inputs",
-}
-"""The communication settings, by their YAML keys."""
+SWITCHES = {key: setting for setting, key in YAML_KEYS.items()}
+"""The settings of Communication, by their YAML keys."""
 
 
 @dataclass(frozen=True, eq=False)
