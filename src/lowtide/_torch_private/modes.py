@@ -1,8 +1,8 @@
 """Dispatch modes and function modes: which are on, and how one is put at the bottom or taken off.
 
 [Note: the bottom of the stacks]
-Saved-tensor hooks and dispatch modes are stacks, and the end of a context takes off what is on top, whatever code put it
-there. What lasts while other people's code runs, as a step of their own loop does, therefore goes to the bottom
+Saved-tensor hooks and dispatch modes are stacks, and the end of a context takes off what is on top, whatever code put
+it there. What lasts while other people's code runs, as a step of their own loop does, therefore goes to the bottom
 of its stack: contexts that were entered before it may end before it, those that are entered later may end after it, and
 each takes off its own. Ours is taken off by name, from wherever it is.
 
