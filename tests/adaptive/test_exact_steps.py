@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowtide
 import tide
-from lowtide.adaptive.on_host import HostCopies
+from lowtide.adaptive.host_copies import HostCopies
 from lowtide.adaptive.rescue import Rescue
 from lowtide.operators.saved import unpack
 from lowtide.trace.recorder import Recorder

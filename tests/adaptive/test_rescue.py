@@ -135,9 +135,9 @@ def test_an_armed_run_with_less_memory_is_bitwise_the_same(share: float) -> None
         rescue.arm()
         assert same(trained.train(rescue.run), expected)
         counts = rescue.counts.taken()
-    assert counts.retried > 0
-    assert counts.repeated == 0
-    assert counts.sent_bytes > 0
+    assert counts.retried_operators > 0
+    assert counts.retried_steps == 0
+    assert counts.offloaded_bytes > 0
     assert "aten." in counts.reasons[0]
     assert not rescue.counts.any
 
@@ -168,14 +168,14 @@ def test_a_backend_that_raises_a_plain_error_is_rescued_too(npu_like: Callable[[
         rescue.arm()
     found = trained.train(rescue.run, steps=1)
     counts = rescue.counts.taken()
-    assert (counts.retried, counts.repeated) == ((1, 0) if armed else (0, 1))
+    assert (counts.retried_operators, counts.retried_steps) == ((1, 0) if armed else (0, 1))
     assert same(found, Trained(change=npu_like).train(plainly, steps=1))
 
 
 def test_a_disarmed_run_repeats_its_first_step_and_is_armed_then() -> None:
     with less_memory(0.8) as (expected, trained, rescue):
         assert same(trained.train(rescue.run), expected)
-        assert rescue.counts.repeated == 1
+        assert rescue.counts.retried_steps == 1
         assert rescue.armed
 
 
@@ -185,7 +185,7 @@ def test_the_watermark_sends_tensors_away_before_anything_fails() -> None:
         rescue.arm()
         assert same(trained.train(rescue.run), expected)
         assert rescue.counts.watermark > 0
-        assert rescue.counts.retried == 0
+        assert rescue.counts.retried_operators == 0
 
 
 def test_a_step_that_cannot_fit_says_how_much_was_missing_and_leaves_the_model_as_it_was() -> None:
@@ -201,7 +201,7 @@ def test_a_step_that_cannot_fit_says_how_much_was_missing_and_leaves_the_model_a
 def test_buffers_and_generators_are_set_back_before_a_step_is_repeated() -> None:
     with less_memory(0.7, norm=True) as (expected, trained, rescue):
         assert same(trained.train(rescue.run), expected)
-        assert rescue.counts.repeated == 1
+        assert rescue.counts.retried_steps == 1
 
 
 def test_a_step_that_adds_to_gradients_cannot_be_repeated_and_says_so() -> None:
@@ -251,7 +251,7 @@ def test_an_operator_that_wrote_before_it_failed_is_not_repeated_but_the_step_is
     rescue = rescue_of(trained)
     rescue.arm()
     found = trained.train(rescue.run, steps=1)
-    assert rescue.counts.repeated == 1
+    assert rescue.counts.retried_steps == 1
     assert "may have written" in rescue.counts.reasons[0]
     assert same(found, Trained(change=careless).train(plainly, steps=1))
 
@@ -301,7 +301,7 @@ def test_the_optimizer_alone_is_watched_where_nothing_is_armed() -> None:
     found = trained.train(rescue.run, steps=1)
     faults.disarm()
     assert differing(found[1:], expected[3:]) == [], str(rescue.counts)
-    assert rescue.counts.repeated == 0
+    assert rescue.counts.retried_steps == 0
     assert rescue.counts.paged_bytes > parameters
 
 
@@ -317,12 +317,12 @@ def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
     room = sum(one.nbytes for one in trained.model.parameters()) // 2
     faults.shrink_capacity(1, room)  # less than what is there for good
     loss = rescue.run(trained.step)
-    assert rescue.pager.away
+    assert rescue.pager.paged_out
     faults.disarm()
     found = [one.detach().cpu() for one in trained.model.parameters()]
     assert same([loss.cpu(), *found], expected[2:])
     assert rescue.settle()
-    assert not rescue.pager.away
+    assert not rescue.pager.paged_out
 
 
 def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
@@ -361,12 +361,12 @@ def test_removing_it_without_room_is_an_error_and_works_once_there_is_room() -> 
     trained.optimizer.zero_grad()
     faults.shrink_capacity(1, sum(one.nbytes for one in trained.model.parameters()) // 2)
     loss = rescue.run(trained.step)
-    assert rescue.pager.away
+    assert rescue.pager.paged_out
     with pytest.raises(RescueError, match=r"parameters, gradients or optimizer states .* call remove\(\) again"):
         rescue.remove()
     faults.disarm()
     rescue.remove()
-    assert not rescue.pager.away
+    assert not rescue.pager.paged_out
     assert all(one.untyped_storage().nbytes() for one in trained.model.parameters())
     states = [one for state in trained.optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
     assert all(one.untyped_storage().nbytes() for one in states)

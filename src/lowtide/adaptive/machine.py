@@ -18,7 +18,7 @@ from lowtide.cost.stopwatch import watch_for
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.trace.trace import Kernel
 
-__all__ = ["available_capacity", "available_host_memory", "link_of"]
+__all__ = ["available_capacity", "available_host_memory", "profile_device"]
 
 LARGEST, LEAST = 1 << 22, 1 << 16
 """Bytes of the largest copy; less where there is little room, but not less than the other."""
@@ -26,13 +26,13 @@ ROUNDS = 10
 """The most measurements of a copy."""
 
 
-def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None) -> Device:
+def profile_device(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None) -> Device:
     """The device that is here: its links both ways, what issuing a kernel costs, and the memory that a run may have.
 
     Of ``kernels``, those with measured seconds, such as all of a Trace, say how fast others are that nobody has
     measured: the copies and sums that a Policy adds. The way to other devices is taken from ``like``.
 
-    ``link_of(torch.device("cuda"), kernels_of(trace))``
+    ``profile_device(torch.device("cuda"), kernels_of(trace))``
     """
     links = _links(device)
     samples = [

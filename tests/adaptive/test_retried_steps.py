@@ -50,7 +50,7 @@ class Case:
                     rescue.run(step)
                 else:
                     step()
-            assert rescue.counts.repeated == self.rescued
+            assert rescue.counts.retried_steps == self.rescued
         finally:
             faults.disarm()
             rescue.remove()
@@ -190,9 +190,9 @@ def test_numbers_in_an_optimizer() -> None:
 
 def away(rescue: Rescue) -> bool:
     """Send the optimizer's states to the host, as a step does that ends short of memory."""
-    rescue._retry.on()
+    rescue._mode.on()
     rescue.pager.page_out(float("inf"), set())
-    return bool(rescue.pager.away)
+    return bool(rescue.pager.paged_out)
 
 
 def test_what_is_saved_is_whole() -> None:
@@ -230,7 +230,7 @@ def test_a_mode_of_somebody_else_is_not_taken_off() -> None:
     assert counter.get_total_flops() > 0
     assert current_dispatch_mode() is None
     rescue.remove()
-    assert current_dispatch_mode() is not rescue._retry
+    assert current_dispatch_mode() is not rescue._mode
 
 
 def test_an_optimizer_that_steps_in_backward_is_not_repeated() -> None:
@@ -284,7 +284,7 @@ def train(armed, rescued):
     for _ in range(3):
         rescue.run(step) if rescued else step()
     faults.disarm()
-    assert rescued == bool(rescue.counts.retried if armed else rescue.counts.repeated)
+    assert rescued == bool(rescue.counts.retried_operators if armed else rescue.counts.retried_steps)
     rescue.remove()
     return [one.detach().cpu() for one in model.parameters()]
 
@@ -319,7 +319,7 @@ def test_an_optimizer_that_nobody_told_of_is_never_run_twice() -> None:
         second.step()
         return loss.detach()
 
-    with pytest.raises(RescueError, match="Adam has stepped in it, which lowtide was not told of; pass every"):
+    with pytest.raises(RescueError, match="Adam has stepped in it, which was not passed to lowtide; pass every"):
         case.train(step)
 
 
@@ -450,9 +450,9 @@ def test_a_generator_of_the_steps_own_is_set_back() -> None:
         for number in range(3):
             losses.append(rescue.run(step).cpu())
             if number == 0:
-                rescue.disarm()  # nobody sees from now on what operators draw from
+                rescue.disarm()  # from now on no one sees what operators draw from
         rescue.remove()
-        assert rescue.counts.repeated == case.rescued
+        assert rescue.counts.retried_steps == case.rescued
         return losses
 
     exact(train)

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import parity_models
 import tide
-from lowtide.adaptive.machine import link_of
-from lowtide.adaptive.measure import TIMED_STEPS, Measuring
+from lowtide.adaptive.machine import profile_device
+from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.errors import TraceError
 from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise
@@ -93,8 +93,8 @@ class Run:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
-def look_on(run: Run, steps: int = TIMED_STEPS + 1) -> Measuring:
-    measuring = Measuring(run.model, optimizers=[run.optimizer])
+def look_on(run: Run, steps: int = TIMED_STEPS + 1) -> StepProfiler:
+    measuring = StepProfiler(run.model, optimizers=[run.optimizer])
     for _ in range(steps):
         with measuring.step():
             run.step()
@@ -122,7 +122,7 @@ def test_a_step_measured_where_it_would_not_fit_predicts_peak_and_time(autocast:
     measuring = look_on(run)
     assert measuring.complete
     trace = measuring.trace()
-    device = link_of(torch.device("tide"), kernels_of(trace))
+    device = profile_device(torch.device("tide"), kernels_of(trace))
     assert device.capacity == pytest.approx(capacity, abs=1 << 21)
     tide.configure(capacity=ROOMY)
     for name, policy in POLICIES.items():
@@ -187,7 +187,7 @@ def clipped(run: Run) -> None:
 def test_what_runs_between_backward_and_the_optimizers_step_is_the_optimizers() -> None:
     def kinds(step: Callable[[Run], None]) -> list[str]:
         run = Run()
-        measuring = Measuring(run.model, optimizers=[run.optimizer])
+        measuring = StepProfiler(run.model, optimizers=[run.optimizer])
         for _ in range(2):
             with measuring.step():
                 step(run)
@@ -204,22 +204,22 @@ def test_what_runs_between_backward_and_the_optimizers_step_is_the_optimizers() 
 @pytest.mark.parametrize("step", [zeroed_in_place, cleared_after_forward])
 def test_gradients_that_stay_are_part_of_the_peak(step: Callable[[Run], None]) -> None:
     run = Run()
-    measuring = Measuring(run.model, optimizers=[run.optimizer])
+    measuring = StepProfiler(run.model, optimizers=[run.optimizer])
     for _ in range(2):
         with measuring.step():
             step(run)
     policy = POLICIES["keep"]
-    predicted = simulate(measuring.trace(), policy, link_of(torch.device("tide")), even_pipeline(LAYERS))
+    predicted = simulate(measuring.trace(), policy, profile_device(torch.device("tide")), even_pipeline(LAYERS))
     peak = run.peak(lambda: step(run))
     assert predicted.peak == pytest.approx(peak, rel=1e-2)
 
 
-def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], Measuring]:
+def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], StepProfiler]:
     """Losses and parameters of a few steps of one of the parity models, with dropout."""
     tide.reset()
     model = parity_models.build(name, dropout=True).to("tide")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    measuring = Measuring(model, optimizers=[optimizer], layers=parity_models.LAYERS.get(name))
+    measuring = StepProfiler(model, optimizers=[optimizer], layers=parity_models.LAYERS.get(name))
     torch.manual_seed(1)
     found: list[Tensor] = []
 
@@ -339,10 +339,10 @@ def test_views_of_one_storage_come_back_as_they_were() -> None:
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
-    watched: dict[nn.Module, Measuring] = {}
+    watched: dict[nn.Module, StepProfiler] = {}
 
     def watch(model: nn.Module) -> Any:
-        return watched.setdefault(model, Measuring(model)).step()
+        return watched.setdefault(model, StepProfiler(model)).step()
 
     plain = gradients(lambda model: Plain())
     assert all(map(torch.equal, plain, gradients(watch)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lowtide.adaptive.watch import LEAST_LOST, PATIENT, SETTLING, Watch
+from lowtide.adaptive.plan_monitor import LEAST_LOST, PATIENT, SETTLING, PlanMonitor
 
 MEBIBYTE = 1 << 20
 
 
-def watched(length: int = 0, step: int = 10) -> Watch:
-    watch = Watch(error=0.05, replan_every=20)
+def watched(length: int = 0, step: int = 10) -> PlanMonitor:
+    watch = PlanMonitor(error=0.05, replan_every=20)
     watch.planned(length, step)
     return watch
 
