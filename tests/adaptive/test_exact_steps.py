@@ -106,7 +106,7 @@ def recorded(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
 
 
 def learnt(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-    """With everything on the host that is saved, and nobody who sees kernels."""
+    """With everything that is saved offloaded, and no mode that sees kernels."""
     with torch.autograd.graph.saved_tensors_hooks(HostCopies(at_once=False).hold, unpack):
         return run()
 

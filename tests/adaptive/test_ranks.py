@@ -21,7 +21,7 @@ def test_a_policy_that_is_not_what_its_digest_says_is_refused() -> None:
     ranks = Ranks()
     assert ranks.decided(decided) is decided
     other = replace(decided, policy=Policy((LayerPolicy(), LayerPolicy())))
-    vars(other.policy)["digest"] = policy.digest  # as if it had changed on its way
+    vars(other.policy)["digest"] = policy.digest  # as if it had changed in transit
     with pytest.raises(PolicyError, match="do not have the same Policy"):
         ranks.decided(other)
 

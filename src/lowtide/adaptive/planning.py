@@ -34,8 +34,12 @@ class Planning:
         self.safe_peak = 0
         """The most bytes that were allocated in a step under the safe Policy."""
 
-    def is_lacking(self, length: int) -> bool:
-        """Whether memory was missing under the length's plan, or the last one did not hold."""
+    def safe_step_ended(self, step: int, clock: Clock) -> None:
+        """A step under the safe Policy has ended; the first one is not like the others."""
+        self.safe_peak = max(self.safe_peak, clock.peak_allocated()) if step > 1 else 0
+
+    def wants_compact_memory(self, length: int) -> bool:
+        """Whether a new plan of this length should begin with compacted memory: the first, and after an OOM."""
         return not self.plans or length in self.monitor.lost
 
     def make(self, step: int, length: int, trace: Trace, clock: Clock, *, rescued: bool, watching: float) -> None:

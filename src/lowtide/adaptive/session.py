@@ -149,10 +149,8 @@ class Adaptive:
             self._make_rescue()
         unrescued = self.settings.rescue and device.type == "cpu" and torch.accelerator.is_available()
         if unrescued and not self.host_is_meant:
-            self.say(
-                "warned",
-                "the model is on the CPU, where nothing is rescued; move it to its device before its first step",
-            )
+            text = "the model is on the CPU, where nothing is rescued; move it to its device before its first step"
+            self.say("warned", text)
 
     # Steps.
 
@@ -182,8 +180,7 @@ class Adaptive:
                         result = run()
             except BaseException as error:
                 self.take_off()
-                if _refuses_hooks(error):
-                    raise RescueError(_NO_HOOKS) from error
+                _refuse_transforms(error)
                 raise
         self.end_step()
         self.loop.note_calls(self.loop.called)
@@ -266,8 +263,7 @@ class Adaptive:
         if self.profiled:
             self.profiling.step_ended(self.number, self.tokens)
         elif self.decided is None:
-            planning = self.planning
-            planning.safe_peak = max(planning.safe_peak, self.clock.peak_allocated()) if self.number > 1 else 0
+            self.planning.safe_step_ended(self.number, self.clock)
         elif self.decided.policy is not None:
             self.planning.compare(self.number, self._bucket, self.decided.plan.simulation, self.clock)
 
@@ -299,7 +295,7 @@ class Adaptive:
         bucket, rescue = self._bucket, self.rescue
         if bucket not in self.plans:
             self._use(None)
-            if self.planning.is_lacking(bucket):  # segments of earlier steps have other sizes than the plan's
+            if self.planning.wants_compact_memory(bucket):  # segments of earlier steps have other sizes than the plan's
                 self._compact = rescue is not None
                 if rescue is None:
                     self.clock.empty_cache()
@@ -368,8 +364,8 @@ class Adaptive:
             if error is None:
                 raise
             error.add_note(str(remaining))  # the loop's own error is the one to report
-        if error is not None and _refuses_hooks(error):
-            raise RescueError(_NO_HOOKS) from error
+        if error is not None:
+            _refuse_transforms(error)
 
     def remove(self) -> None:
         """Restore the model and its optimizers.
@@ -390,15 +386,13 @@ class Adaptive:
             self.ranks.close()
 
 
-_NO_HOOKS = (
-    "a step computes gradients by torch.func, which allows no saved-tensor hooks, and adapt() has some on while it"
-    " measures and where memory is short; compute them by torch.autograd, or use lowtide.apply with a Policy"
-)
-
-
-def _refuses_hooks(error: BaseException) -> bool:
-    """Whether torch has raised because of our saved-tensor hooks."""
-    return isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
+def _refuse_transforms(error: BaseException) -> None:
+    """RescueError in place of torch's error, where torch.func does not allow our saved-tensor hooks."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise RescueError(
+            "a step computes gradients by torch.func, which allows no saved-tensor hooks, and adapt() has some on while"
+            " it measures and where memory is short; compute them by torch.autograd, or use lowtide.apply with a Policy"
+        ) from error
 
 
 def _objects(run: Adaptive) -> set[int]:
