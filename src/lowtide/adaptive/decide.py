@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lowtide.adaptive.settings import AdaptSettings
@@ -54,8 +53,6 @@ class Decided:
     """The plan's, or the safe one; None where nothing fits and only the rescue can get a step through: without a Policy
     everything that is saved can be offloaded on OOM, which takes less memory than any Policy."""
     budget: int
-    margin: int
-    """Bytes of the capacity that the plan leaves free."""
     reason: str
     """One sentence for the user."""
     scarce: bool = False
@@ -70,13 +67,7 @@ def safe_policy(layers: int, fixed: Policy | None = None) -> Policy:
     return replace(fixed, layers=tuple(recomputed if one == LayerPolicy() else one for one in fixed.layers))
 
 
-def decide(
-    situation: Situation,
-    settings: AdaptSettings,
-    progress: Callable[[str], None] = lambda _: None,
-    *,
-    rescued: bool = True,
-) -> Decided:
+def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = True) -> Decided:
     """The fastest Policy within the budget.
 
     A budget from the user bounds the plan, not the device: where nothing fits it, every layer is recomputed. A run that
@@ -84,7 +75,7 @@ def decide(
     there is no Policy, since the rescue can offload more than any Policy; if the run is not ``rescued``, every layer is
     recomputed. After OOMs that leave too little for any plan, the run goes on with the Policy that takes least.
     """
-    decided = _decide(situation, settings, progress, rescued=rescued)
+    decided = _decide(situation, settings, rescued=rescued)
     if not situation.watching:
         return decided
     seconds = situation.watching * _operators(situation.trace, situation.pipeline)
@@ -96,25 +87,21 @@ def decide(
     return replace(decided, plan=plan, reason=f"{decided.reason}; {note}")
 
 
-def _decide(
-    situation: Situation, settings: AdaptSettings, progress: Callable[[str], None], *, rescued: bool
-) -> Decided:
+def _decide(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> Decided:
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
     margin = _margin(situation, safe)
     room = None if situation.capacity is None else max(1, situation.capacity - margin)
     asked = settings.budget
     budget = min(one for one in (asked, room) if one is not None) if asked or room else 1 << 62
-    plan = make_plan(
-        trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed), progress=progress
-    )
+    plan = make_plan(trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed))
     if plan.feasible:
         reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
-        return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
+        return Decided(plan=plan, policy=plan.policy, budget=budget, reason=reason)
     least = f"the least is {format_bytes(plan.least)}"
     if room is None or plan.least <= room:
         reason = f"nothing fits the device size of {format_bytes(budget)}, {least}: every layer is recomputed"
-        return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
+        return Decided(plan=plan, policy=safe, budget=budget, reason=reason)
     if situation.lost:
         before = situation.before
         if before is not None and before.policy is not None and before.plan.simulation.reserved <= plan.least:
@@ -122,7 +109,7 @@ def _decide(
         else:
             policy = plan.policy
         reason = f"what was missing leaves {format_bytes(budget)}, too little for any plan: the Policy that takes least"
-        return Decided(plan=plan, policy=policy, budget=budget, margin=margin, reason=reason, scarce=True)
+        return Decided(plan=plan, policy=policy, budget=budget, reason=reason, scarce=True)
     enough = plan.least + margin + SEGMENT  # another measurement may differ a little
     what = "tensors are offloaded on OOM" if rescued else "every layer is recomputed"
     reason = (
@@ -130,7 +117,7 @@ def _decide(
         f" Policy that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; {what}."
         f" A capacity of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
     )
-    return Decided(plan=plan, policy=None if rescued else safe, budget=budget, margin=margin, reason=reason)
+    return Decided(plan=plan, policy=None if rescued else safe, budget=budget, reason=reason)
 
 
 def _operators(trace: Trace, pipeline: Pipeline) -> int:

@@ -274,12 +274,12 @@ class Rescue:
 
     def _stranded(self) -> str:
         """An error message about what is on the host and cannot be paged in."""
-        away = self.pager.paged_out
-        size = format_bytes(sum(one.host.nbytes for one in away.values()))
-        names = [name for name, one in self.model.named_parameters() if storage_key(one) in away]
+        stranded = self.pager.paged_out
+        size = format_bytes(sum(one.host.nbytes for one in stranded.values()))
+        names = [name for name, one in self.model.named_parameters() if storage_key(one) in stranded]
         some = f", among them {', '.join(names[:3])}{', …' if len(names) > 3 else ''}," if names else ""
         return (
-            f"{len(away)} parameters, gradients or optimizer states ({size}){some} are on the host, and there is no"
+            f"{len(stranded)} parameters, gradients or optimizer states ({size}){some} are on the host, and there is no"
             " room on the device to page them in"
         )
 
