@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide._torch_private.modes import unseen_by_modes
 from lowtide._torch_private.storages import storage_key
@@ -28,6 +28,7 @@ from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import bytes_of
 from lowtide.operators.calls import tensors_of
 from lowtide.out_of_memory import is_out_of_memory
+from lowtide.units import format_bytes
 
 __all__ = ["Pager", "touched_by"]
 
@@ -121,6 +122,16 @@ class Pager:
     def note(self, result: Any) -> None:
         """The stepping optimizer has made these tensors."""
         self.made += [weakref.ref(tensor) for tensor in tensors_of(result)]
+
+    def stranded(self, model: nn.Module) -> str:
+        """An error message about what is paged out and has no room on the device."""
+        size = format_bytes(sum(one.host.nbytes for one in self.paged_out.values()))
+        names = [name for name, one in model.named_parameters() if storage_key(one) in self.paged_out]
+        some = f", among them {', '.join(names[:3])}{', …' if len(names) > 3 else ''}," if names else ""
+        return (
+            f"{len(self.paged_out)} parameters, gradients or optimizer states ({size}){some} are on the host, and there"
+            " is no room on the device to page them in"
+        )
 
     def _movable(self) -> Iterator[Tensor]:
         """Plain tensors on the device that may be paged out now."""

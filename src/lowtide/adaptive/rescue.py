@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -228,25 +227,9 @@ class Rescue:
         """From the next step on, watch only the optimizer."""
         self.armed = False
 
-    def seconds_per_operator(self, calls: int = 100) -> float:
+    def seconds_per_operator(self) -> float:
         """What watching an operator costs on the host, measured now; 0 if it cannot be measured now."""
-        if self._inside or self.pager.paged_out:
-            return 0.0
-        one = torch.empty(1, device="cpu")
-
-        def seconds() -> float:
-            begin = perf_counter()
-            for _ in range(calls):
-                one.detach()
-            return (perf_counter() - begin) / calls
-
-        plain = min(seconds() for _ in range(3))
-        try:
-            self._mode.on()
-            watched = min(seconds() for _ in range(3))
-        finally:
-            self._mode.off()
-        return max(0.0, watched - plain)
+        return 0.0 if self._inside or self.pager.paged_out else self._mode.seconds_per_operator()
 
     def settle(self) -> bool:
         """Page in what is paged out; whether there was room for it all. The mode stays on if not."""
@@ -268,20 +251,11 @@ class Rescue:
             gc.collect()
             torch.accelerator.empty_cache()
             if not self.settle():
-                raise RescueError(f"{self._stranded()}; free memory of the device and call remove() again")
+                raise RescueError(
+                    f"{self.pager.stranded(self.model)}; free memory of the device and call remove() again"
+                )
         for hook in [*self._on_optimizers, *self._on_model]:
             hook.remove()
-
-    def _stranded(self) -> str:
-        """An error message about what is on the host and cannot be paged in."""
-        stranded = self.pager.paged_out
-        size = format_bytes(sum(one.host.nbytes for one in stranded.values()))
-        names = [name for name, one in self.model.named_parameters() if storage_key(one) in stranded]
-        some = f", among them {', '.join(names[:3])}{', …' if len(names) > 3 else ''}," if names else ""
-        return (
-            f"{len(stranded)} parameters, gradients or optimizer states ({size}){some} are on the host, and there is no"
-            " room on the device to page them in"
-        )
 
     # What the mode calls.
 
@@ -402,7 +376,7 @@ class Rescue:
 
     def _before_saving(self, *_: Any) -> None:
         if not self.settle():
-            raise RescueError(f"{self._stranded()}, so they cannot be saved now; leave more memory")
+            raise RescueError(f"{self.pager.stranded(self.model)}, so they cannot be saved now; leave more memory")
 
     def _agree(self) -> None:
         """Retry the step if it is spoilt on any rank. All ranks call this at the same point of a step."""
