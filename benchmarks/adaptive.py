@@ -38,8 +38,8 @@ from rich.table import Table
 import lowtide
 import tide
 from lowtide import LayerPolicy, Policy, Recompute
-from lowtide.adaptive.machine import link_of
-from lowtide.adaptive.measure import Measuring
+from lowtide.adaptive.machine import profile_device
+from lowtide.adaptive.step_profiler import StepProfiler
 from lowtide.planner.make import make_plan
 from lowtide.trace.trace import Trace, kernels_of
 from models import Shape, llama, use_machine
@@ -159,7 +159,7 @@ def main() -> int:
 
 def perfect(training: Training) -> Trace:
     """The Trace of steps with memory to spare."""
-    measuring = Measuring(training.model, optimizers=[training.optimizer])
+    measuring = StepProfiler(training.model, optimizers=[training.optimizer])
     while not measuring.complete:
         with measuring.step():
             training.step(0)
@@ -184,7 +184,7 @@ def point(layers: int, share: float, capacity: int, expected: list[float], trace
     run.remove()
     budget = plan.budget
     gc.collect()
-    best = make_plan(trace, capacity, link_of(torch.device("tide"), kernels_of(trace)))
+    best = make_plan(trace, capacity, profile_device(torch.device("tide"), kernels_of(trace)))
     optimum, _ = with_policy(layers, best.policy)
     return {
         "share": share,

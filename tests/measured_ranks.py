@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tide
 from lowtide._torch_private.subclasses import inner_tensor
-from lowtide.adaptive.measure import TIMED_STEPS, Measuring
+from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.mesh import make_meshes
 from lowtide.train.traced import TracedRank, _groups
@@ -41,14 +41,14 @@ def measured_trace(rank: TracedRank) -> Shown:
     return Shown(json.dumps(measuring.trace().as_json()), all(map(torch.equal, plain, watched)), seconds)
 
 
-def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, Measuring]:
+def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, StepProfiler]:
     device, stages = torch.device("tide", 0), rank.degrees.pipeline
     model, handle = _built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), device)
     handle.remove()
     optimizer = torch.optim.AdamW(_groups(model), fused=True)
     step = _step_of(model, rank, device)
     last = make_meshes(rank.degrees, device).pipeline.get_local_rank() == stages - 1
-    measuring = Measuring(model, optimizers=[optimizer], layers="layers", last=last)
+    measuring = StepProfiler(model, optimizers=[optimizer], layers="layers", last=last)
     gc.collect()
     begin = 0
     for _ in range(TIMED_STEPS + 1):

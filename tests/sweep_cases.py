@@ -188,7 +188,7 @@ class Subject:
             self.rescue.settle()
         self.optimizer.zero_grad()
         counts = self.rescue.counts.taken()
-        outcome.line = 3 if counts.repeated else 2 if counts.retried else 0
+        outcome.line = 3 if counts.retried_steps else 2 if counts.retried_operators else 0
         outcome.paged = counts.paged_bytes > 0
         outcome.different = self.end.differ(self.values(loss))
         outcome.races = [str(race) for race in tide.races()]
@@ -372,7 +372,7 @@ def spoilt_on(failing: int) -> tuple[int, list[str]]:
         spare = torch.ones(4, device="tide")
 
         def step() -> Tensor:
-            if not subject.rescue.counts.repeated:
+            if not subject.rescue.counts.retried_steps:
                 if dist.get_rank() == failing:
                     faults.fail_allocation(1)
                 write(spare)
@@ -381,7 +381,7 @@ def spoilt_on(failing: int) -> tuple[int, list[str]]:
         subject._begin(armed=True)
         loss = subject.rescue.run(step)
     subject.optimizer.zero_grad()
-    return subject.rescue.counts.repeated, subject.end.differ(subject.values(loss))
+    return subject.rescue.counts.retried_steps, subject.end.differ(subject.values(loss))
 
 
 def spoilt_in_the_optimizer(failing: int) -> str:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowtide
 import tide
-from lowtide.adaptive.on_host import HostCopies
+from lowtide.adaptive.host_copies import HostCopies
 from lowtide.adaptive.rescue import Rescue
 from lowtide.operators.saved import unpack
 from lowtide.trace.recorder import Recorder
@@ -106,7 +106,7 @@ def recorded(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
 
 
 def learnt(run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-    """With everything on the host that is saved, and nobody who sees kernels."""
+    """With everything that is saved offloaded, and no mode that sees kernels."""
     with torch.autograd.graph.saved_tensors_hooks(HostCopies(at_once=False).hold, unpack):
         return run()
 

@@ -43,7 +43,7 @@ def sizes(trace: Trace) -> list[list[tuple[int, ...]]]:
     ]
 
 
-def test_three_lengths_show_every_other_exactly() -> None:
+def test_three_lengths_determine_every_other_exactly() -> None:
     lengths = known(16, 32, 64)
     pairs = 2 * 4 * 48 * 48 * 4  # samples, heads, pairs of tokens, bytes
     assert any(value.size == pairs for value in trace_of(48).parts[0].values)
@@ -54,7 +54,7 @@ def test_three_lengths_show_every_other_exactly() -> None:
         assert found.batch == {"samples": 2, "tokens": 2 * tokens}
 
 
-def test_two_lengths_never_show_too_little_in_between() -> None:
+def test_two_lengths_never_predict_too_little_in_between() -> None:
     found = known(16, 64).trace(32)
     assert found is not None
     rows = [
@@ -66,7 +66,7 @@ def test_two_lengths_never_show_too_little_in_between() -> None:
     assert any(one[0] > other[0] for one, other in rows)
 
 
-def test_times_lie_between_those_of_their_neighbours() -> None:
+def test_times_are_between_those_of_their_neighbours() -> None:
     lengths = known(16, 32, 64)
     found = lengths.trace(48)
     assert found is not None

@@ -33,7 +33,7 @@ def timed(trace: Trace, seconds: Callable[[int], float]) -> Trace:
     return replace(trace, parts=tuple(map(part, trace.parts)))
 
 
-def test_of_each_kernel_the_slowest_rank_counts() -> None:
+def test_the_slowest_rank_of_each_kernel_is_used() -> None:
     trace = hand_made_trace()
     ranks = [timed(trace, lambda place: 1.0 + place % 2), timed(trace, lambda place: 2.0 - place % 2)]
     assert {kernel.seconds for kernel in slowest(ranks).parts[0].kernels} == {2.0}
@@ -48,7 +48,7 @@ def test_static_memory_is_that_of_the_rank_that_has_most() -> None:
     assert slowest([trace, other]).before.static == more == slowest([other, trace]).before.static
 
 
-def test_ranks_that_did_something_else_are_noted_and_the_largest_stands_for_all() -> None:
+def test_ranks_that_diverged_are_noted_and_the_largest_is_used_for_all() -> None:
     trace = hand_made_trace()
     part = trace.parts[0]
     fewer = replace(trace, parts=(replace(part, backward=part.backward[:-2], static=Static()),))
@@ -133,7 +133,7 @@ def test_what_a_stage_does_between_others_takes_its_memory_and_time_there(
     assert [one.name for one in joined(both).parts[0].operators] == [one.name for one in first.parts[0].operators]
 
 
-def test_what_a_stage_gathers_before_its_first_layer_is_let_go_by_it() -> None:
+def test_what_a_stage_gathers_before_its_first_layer_is_freed_by_it() -> None:
     first, second = stages()
     part = second.parts[0]
     buffer = len(part.values)

@@ -1,4 +1,4 @@
-"""What is saved for backward, held so that it can leave at any moment."""
+"""What is saved for backward, held so that it can be offloaded at any moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leaf(rows: int = 64) -> Tensor:
     return torch.randn(rows, 32, device="tide", requires_grad=True)
 
 
-def test_a_storage_that_left_is_free_and_comes_back_as_it_was(storages: SavedStorages) -> None:
+def test_an_offloaded_storage_is_freed_and_reloaded_bitwise(storages: SavedStorages) -> None:
     x = leaf()
     middle = x.exp()
     saved = middle.detach().cpu()
@@ -45,7 +45,7 @@ def test_a_storage_that_left_is_free_and_comes_back_as_it_was(storages: SavedSto
     assert not storages.known
 
 
-def test_what_somebody_else_holds_stays(storages: SavedStorages) -> None:
+def test_a_storage_that_other_code_holds_is_not_offloaded(storages: SavedStorages) -> None:
     x = leaf()
     middle = x.exp()
     y = middle.sum()
@@ -55,7 +55,7 @@ def test_what_somebody_else_holds_stays(storages: SavedStorages) -> None:
     y.backward()
 
 
-def test_the_oldest_leave_first_and_no_more_than_are_asked_for(storages: SavedStorages) -> None:
+def test_the_oldest_are_offloaded_first_and_no_more_than_are_asked_for(storages: SavedStorages) -> None:
     x = leaf()
     y = x
     for _ in range(4):
@@ -66,7 +66,7 @@ def test_the_oldest_leave_first_and_no_more_than_are_asked_for(storages: SavedSt
     assert here == [3, 4]
 
 
-def test_views_of_one_storage_leave_and_return_together(storages: SavedStorages) -> None:
+def test_views_of_one_storage_are_offloaded_and_reloaded_together(storages: SavedStorages) -> None:
     x = leaf()
     rows = x.exp()
     product = (rows.t()[3:9] * rows.view(32, 64)[:6]).sum()
@@ -82,20 +82,20 @@ def test_views_of_one_storage_leave_and_return_together(storages: SavedStorages)
     assert torch.equal(found, x.grad)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_what_was_changed_in_place_is_refused_as_autograd_does(storages: SavedStorages, leaves: bool) -> None:
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_what_was_changed_in_place_is_refused_as_autograd_does(storages: SavedStorages, offloaded: bool) -> None:
     x = leaf()
     middle = x.exp()
     y = middle.sum()
     middle.detach().add_(1)
     del middle
-    if leaves:
+    if offloaded:
         assert storages.evict(1) > 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
-def test_parameters_and_small_tensors_and_the_hosts_own_stay(storages: SavedStorages) -> None:
+def test_parameters_small_tensors_and_host_tensors_are_not_offloaded(storages: SavedStorages) -> None:
     layer = nn.Linear(64, 64, device="tide")
     output = layer(2 * torch.randn(64, 64, device="tide", requires_grad=True))  # saves its input and its weight
     assert storages.evict(1 << 30) == 64 * 64 * 4  # the input
@@ -106,7 +106,7 @@ def test_parameters_and_small_tensors_and_the_hosts_own_stay(storages: SavedStor
     del small, on_host
 
 
-def test_a_graph_that_is_dropped_leaves_nothing(storages: SavedStorages) -> None:
+def test_a_dropped_graph_frees_its_copies(storages: SavedStorages) -> None:
     before = allocated()
     x = leaf()
     y = torch.softmax(x.exp(), -1)  # saves its own output
@@ -116,7 +116,7 @@ def test_a_graph_that_is_dropped_leaves_nothing(storages: SavedStorages) -> None
     assert allocated() == before
 
 
-def test_a_graph_can_be_run_twice_though_its_tensors_left(storages: SavedStorages) -> None:
+def test_a_graph_with_offloaded_tensors_can_be_run_twice(storages: SavedStorages) -> None:
     x = leaf()
     y = x.exp().sum()
     storages.evict(1 << 40)

@@ -1,4 +1,4 @@
-"""Steps that run out of memory, and what they leave: what undisturbed ones do."""
+"""Steps that run out of memory end as undisturbed ones do."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MADE: list[Rescue] = []
 
 @pytest.fixture(autouse=True)
 def _removed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails leaves no mode behind that the next ones run in."""
+    """A failed test leaves no mode on for the next ones."""
     request.getfixturevalue("fresh_tide")  # which ends after this
     yield
     faults.disarm()
@@ -135,9 +135,9 @@ def test_an_armed_run_with_less_memory_is_bitwise_the_same(share: float) -> None
         rescue.arm()
         assert same(trained.train(rescue.run), expected)
         counts = rescue.counts.taken()
-    assert counts.retried > 0
-    assert counts.repeated == 0
-    assert counts.sent_bytes > 0
+    assert counts.retried_operators > 0
+    assert counts.retried_steps == 0
+    assert counts.offloaded_bytes > 0
     assert "aten." in counts.reasons[0]
     assert not rescue.counts.any
 
@@ -168,27 +168,27 @@ def test_a_backend_that_raises_a_plain_error_is_rescued_too(npu_like: Callable[[
         rescue.arm()
     found = trained.train(rescue.run, steps=1)
     counts = rescue.counts.taken()
-    assert (counts.retried, counts.repeated) == ((1, 0) if armed else (0, 1))
+    assert (counts.retried_operators, counts.retried_steps) == ((1, 0) if armed else (0, 1))
     assert same(found, Trained(change=npu_like).train(plainly, steps=1))
 
 
-def test_a_disarmed_run_repeats_its_first_step_and_is_armed_then() -> None:
+def test_a_disarmed_run_retries_its_first_step_and_is_armed_then() -> None:
     with less_memory(0.8) as (expected, trained, rescue):
         assert same(trained.train(rescue.run), expected)
-        assert rescue.counts.repeated == 1
+        assert rescue.counts.retried_steps == 1
         assert rescue.armed
 
 
-def test_the_watermark_sends_tensors_away_before_anything_fails() -> None:
+def test_the_watermark_offloads_tensors_before_anything_fails() -> None:
     with less_memory(2.0) as (expected, trained, rescue):
         rescue.watermark = torch.accelerator.memory_allocated() + 3 * ROWS * WIDTH * 4
         rescue.arm()
         assert same(trained.train(rescue.run), expected)
         assert rescue.counts.watermark > 0
-        assert rescue.counts.retried == 0
+        assert rescue.counts.retried_operators == 0
 
 
-def test_a_step_that_cannot_fit_says_how_much_was_missing_and_leaves_the_model_as_it_was() -> None:
+def test_a_step_that_cannot_fit_reports_the_missing_bytes_and_restores_the_model() -> None:
     with less_memory(0.05) as (_, trained, rescue):
         before = [one.detach().cpu() for one in trained.model.parameters()]
         with pytest.raises(RescueError, match=r"begun 4 times .* were missing.* at least [\d.]+ \wiB are needed"):
@@ -198,13 +198,13 @@ def test_a_step_that_cannot_fit_says_how_much_was_missing_and_leaves_the_model_a
         assert same([one.detach().cpu() for one in trained.model.parameters()], before)
 
 
-def test_buffers_and_generators_are_set_back_before_a_step_is_repeated() -> None:
+def test_buffers_and_generators_are_restored_before_a_step_is_retried() -> None:
     with less_memory(0.7, norm=True) as (expected, trained, rescue):
         assert same(trained.train(rescue.run), expected)
-        assert rescue.counts.repeated == 1
+        assert rescue.counts.retried_steps == 1
 
 
-def test_a_step_that_adds_to_gradients_cannot_be_repeated_and_says_so() -> None:
+def test_a_step_that_adds_to_gradients_cannot_be_retried_and_says_so() -> None:
     trained = Trained()
     rescue = rescue_of(trained)
 
@@ -244,19 +244,19 @@ def careless() -> Iterator[Callable[[Tensor], Tensor]]:
         yield change
 
 
-def test_an_operator_that_wrote_before_it_failed_is_not_repeated_but_the_step_is(
+def test_an_operator_that_wrote_before_it_failed_is_not_retried_but_the_step_is(
     careless: Callable[[Tensor], Tensor],
 ) -> None:
     trained = Trained(change=careless)
     rescue = rescue_of(trained)
     rescue.arm()
     found = trained.train(rescue.run, steps=1)
-    assert rescue.counts.repeated == 1
+    assert rescue.counts.retried_steps == 1
     assert "may have written" in rescue.counts.reasons[0]
     assert same(found, Trained(change=careless).train(plainly, steps=1))
 
 
-def test_where_no_step_can_be_repeated_a_spoilt_one_is_an_error(careless: Callable[[Tensor], Tensor]) -> None:
+def test_where_no_step_can_be_retried_a_spoilt_one_is_an_error(careless: Callable[[Tensor], Tensor]) -> None:
     trained = Trained(change=careless)
     rescue = rescue_of(trained)
     rescue.arm()
@@ -274,7 +274,7 @@ class Careless(torch.optim.SGD):
 
 
 @pytest.mark.usefixtures("careless")
-def test_an_optimizer_whose_first_write_fails_is_not_begun_anew() -> None:
+def test_an_optimizer_whose_first_write_fails_is_not_retried() -> None:
     trained = Trained()
     trained.optimizer = Careless(trained.model.parameters(), lr=1e-3)
     with pytest.raises(RescueError, match="after the optimizer had begun to change parameters"):
@@ -301,11 +301,11 @@ def test_the_optimizer_alone_is_watched_where_nothing_is_armed() -> None:
     found = trained.train(rescue.run, steps=1)
     faults.disarm()
     assert differing(found[1:], expected[3:]) == [], str(rescue.counts)
-    assert rescue.counts.repeated == 0
+    assert rescue.counts.retried_steps == 0
     assert rescue.counts.paged_bytes > parameters
 
 
-def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
+def test_what_could_not_be_paged_in_is_paged_in_when_it_is_read() -> None:
     trained = Trained()
     expected = trained.train(plainly)
     trained = Trained()
@@ -317,12 +317,12 @@ def test_what_could_not_be_paged_in_again_is_when_it_is_read() -> None:
     room = sum(one.nbytes for one in trained.model.parameters()) // 2
     faults.shrink_capacity(1, room)  # less than what is there for good
     loss = rescue.run(trained.step)
-    assert rescue.pager.away
+    assert rescue.pager.paged_out
     faults.disarm()
     found = [one.detach().cpu() for one in trained.model.parameters()]
     assert same([loss.cpu(), *found], expected[2:])
     assert rescue.settle()
-    assert not rescue.pager.away
+    assert not rescue.pager.paged_out
 
 
 def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
@@ -336,7 +336,7 @@ def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
     assert copied.state_dict().keys() == trained.model.state_dict().keys()
 
 
-def test_removing_it_leaves_the_model_and_the_optimizer_as_they_were() -> None:
+def test_remove_restores_the_model_and_the_optimizer() -> None:
     trained, resize = Trained(), torch.UntypedStorage.resize_
     rescue = rescue_of(trained)
     rescue.arm()
@@ -350,7 +350,7 @@ def test_removing_it_leaves_the_model_and_the_optimizer_as_they_were() -> None:
     assert torch.UntypedStorage.resize_ is resize
 
 
-def test_removing_it_without_room_is_an_error_and_works_once_there_is_room() -> None:
+def test_remove_without_room_is_an_error_and_works_once_there_is_room() -> None:
     trained = Trained()
     expected = trained.train(plainly)
     trained = Trained()
@@ -361,12 +361,12 @@ def test_removing_it_without_room_is_an_error_and_works_once_there_is_room() -> 
     trained.optimizer.zero_grad()
     faults.shrink_capacity(1, sum(one.nbytes for one in trained.model.parameters()) // 2)
     loss = rescue.run(trained.step)
-    assert rescue.pager.away
+    assert rescue.pager.paged_out
     with pytest.raises(RescueError, match=r"parameters, gradients or optimizer states .* call remove\(\) again"):
         rescue.remove()
     faults.disarm()
     rescue.remove()
-    assert not rescue.pager.away
+    assert not rescue.pager.paged_out
     assert all(one.untyped_storage().nbytes() for one in trained.model.parameters())
     states = [one for state in trained.optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
     assert all(one.untyped_storage().nbytes() for one in states)
@@ -389,7 +389,7 @@ def test_allocations_of_every_phase_may_fail_under_a_policy(llama_like: Subject,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", "pp2", "tp2"])
-def test_a_failure_on_one_rank_is_its_own_matter(ranks: Ranks, layout: str) -> None:
+def test_an_oom_on_one_rank_does_not_affect_the_others(ranks: Ranks, layout: str) -> None:
     outcomes = ranks.run(on_ranks, layout, 1, 40, 300, 0.25, 3)
     assert all(outcome.exact for seen in outcomes for outcome in seen)
     assert all(outcome.line == 2 for outcome in outcomes[1])
@@ -397,7 +397,7 @@ def test_a_failure_on_one_rank_is_its_own_matter(ranks: Ranks, layout: str) -> N
 
 
 @pytest.mark.slow
-def test_a_step_that_is_spoilt_on_one_rank_is_begun_anew_on_all(ranks: Ranks) -> None:
+def test_a_step_that_is_spoilt_on_one_rank_is_retried_on_all(ranks: Ranks) -> None:
     assert ranks.run(spoilt_on, 1) == [(1, []), (1, [])]
 
 

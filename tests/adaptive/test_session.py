@@ -77,7 +77,7 @@ def test_a_model_that_was_never_prepared_fits_in_one_line(name: str) -> None:
     tide.configure(capacity=static + (kept - static) * 6 // 10)
     losses, run = adapted(training)
     assert losses == expected
-    # The experts' load changes from step to step, so that their plan may have to be made anew.
+    # The experts' load changes from step to step, so that the run may be re-planned.
     assert [event.kind for event in run.events][:2] == ["measured", "switched"]
     assert run.plan is not None
     assert any(layer != LayerPolicy() for layer in run.policy.layers)
@@ -85,7 +85,7 @@ def test_a_model_that_was_never_prepared_fits_in_one_line(name: str) -> None:
     assert not tide.races()
 
 
-def test_the_loop_itself_can_be_watched() -> None:
+def test_adapt_can_be_put_around_the_users_loop() -> None:
     expected, static, kept = undisturbed()
     training = Training()
     tide.configure(capacity=static + (kept - static) * 6 // 10)
@@ -93,12 +93,12 @@ def test_the_loop_itself_can_be_watched() -> None:
     with lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False) as run:
         losses = [training.step() for _ in range(9)]
         assert [event.kind for event in run.events] == ["measured", "switched"]
-        assert "every operator is watched" in run.events[-1].text  # nobody could repeat a step
+        assert "every operator is watched" in run.events[-1].text  # no step of a user's loop can be retried
     assert losses == expected
     assert [set(vars(module)) for module in training.model.modules()] == [set(one) for one in forwards]
 
 
-def test_steps_of_ones_own_end_when_one_says_so() -> None:
+def test_steps_of_the_users_loop_end_when_step_is_called() -> None:
     expected, _, _ = undisturbed(steps=7)
     training = Training()
     run = lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False)
@@ -166,12 +166,12 @@ def test_a_device_size_that_is_too_small_ends_in_full_recompute() -> None:
 
 SCARCE = {"layers": 4, "hidden_size": 256, "intermediate_size": 896, "vocab_size": 2000}
 TOO_LITTLE = 98 << 20
-"""For any Policy of such a model, though not for steps in which everything leaves that can."""
+"""For any Policy of such a model, though not for steps in which everything is offloaded."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("around", [False, True])
-def test_a_device_that_is_too_small_for_a_plan_goes_on_and_says_what_would_do(around: bool) -> None:
+def test_a_run_on_a_device_too_small_for_a_plan_goes_on_and_reports_what_is_enough(around: bool) -> None:
     training = Training(**SCARCE)
     expected = [training.step() for _ in range(8)]
     del training
@@ -188,17 +188,17 @@ def test_a_device_that_is_too_small_for_a_plan_goes_on_and_says_what_would_do(ar
     assert losses == expected
     assert run.decided is not None
     assert run.decided.policy is None
-    told = re.search(r"\((\d+) bytes\) works", run.decided.reason)
-    assert told is not None
+    enough = re.search(r"\((\d+) bytes\) works", run.decided.reason)
+    assert enough is not None
     del run  # it holds the model
-    losses, run = trained(int(told[1]))
+    losses, run = trained(int(enough[1]))
     assert losses == expected
     assert run.plan is not None
     assert run.plan.feasible
 
 
 @pytest.mark.slow
-def test_a_batch_that_fits_no_plan_runs_with_everything_on_the_host_that_can_leave() -> None:
+def test_a_batch_that_fits_no_plan_runs_with_everything_offloaded() -> None:
     lengths = [32, 64, 128, 32, 64, 128, 64, 128]
 
     expected = of_lengths(Training(**SCARCE), lengths)
@@ -223,7 +223,7 @@ def test_what_was_measured_and_planned_is_saved(tmp_path: Path) -> None:
     assert [step.phase for step in record.steps] == ["measuring"] * 5 + ["planned"]
 
 
-def test_what_a_person_decided_stays_decided() -> None:
+def test_decisions_of_the_user_stay() -> None:
     expected, _, _ = undisturbed(steps=6)
     fixed = Policy((LayerPolicy(Recompute()), *(LayerPolicy(),) * 2))
     losses, run = adapted(Training(), 6, policy=fixed)

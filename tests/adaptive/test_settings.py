@@ -109,7 +109,7 @@ def test_a_variable_that_cannot_be_used_warns_and_is_its_default(
     smallest=st.text(max_size=8),
     multiple=st.text(max_size=8),
 )
-def test_whatever_is_said_the_settings_can_be_used(smallest: str, multiple: str, **given: Any) -> None:
+def test_settings_can_be_used_whatever_is_given(smallest: str, multiple: str, **given: Any) -> None:
     environment = {"MIN_SWAP_TENSOR_SIZE": smallest, "SWAP_SIZE_MULTIPLE": multiple}
     settings, _ = read_settings(**given, environment=environment, device_memory=MEMORY, steps=100)
     if settings is not None:

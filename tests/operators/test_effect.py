@@ -92,7 +92,7 @@ def test_what_saves_nothing_is_named() -> None:
     assert (nothing.freed, nothing.idle) == (0, ())
 
 
-def test_what_cannot_be_repeated_is_named_and_frees_nothing() -> None:
+def test_what_cannot_be_replayed_is_named_and_frees_nothing() -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

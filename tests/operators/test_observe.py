@@ -74,7 +74,7 @@ def test_an_in_place_write_makes_the_writer_the_owner() -> None:
     assert found[-1] == ("sin", "mul")
 
 
-def test_a_call_that_writes_into_its_input_or_whose_input_is_written_to_cannot_be_repeated() -> None:
+def test_a_call_that_writes_into_its_input_or_whose_input_is_written_to_cannot_be_replayed() -> None:
     calls = {call.name: call.repeatable for call in seen(lambda self, x: torch.exp(torch.cos(x)).mul_(2.0).sin()).calls}
     assert calls == {"cos": True, "exp": True, "mul": False, "sin": True}
 
@@ -183,7 +183,7 @@ def test_a_custom_function_owns_what_it_made() -> None:
     assert found == [("sin", "boundary"), ("square", "sin"), ("square", "square"), ("exp", "exp")]
 
 
-def test_watching_leaves_the_layer_as_it_was_even_after_an_error() -> None:
+def test_the_layer_is_restored_even_after_an_error() -> None:
     layer = Layer(lambda self, x: torch.sin(x) + missing)  # type: ignore[name-defined]  # noqa: F821
     before = {name: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for name, m in layer.named_modules()}
     with pytest.raises(NameError), observe(layer):
@@ -196,7 +196,7 @@ def test_watching_leaves_the_layer_as_it_was_even_after_an_error() -> None:
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
-def test_watching_changes_no_value() -> None:
+def test_observing_changes_no_value() -> None:
     torch.manual_seed(0)
     layer = Layer(lambda self, x: functional.dropout(self.linear(self.norm(x)), 0.5))
     x = torch.randn(2, 8, requires_grad=True)

@@ -114,7 +114,7 @@ def test_a_model_that_runs_twice_is_known_by_its_last_run() -> None:
     assert once.root.operators == twice.root.operators
 
 
-def test_watching_leaves_the_model_as_it_was_even_after_an_error() -> None:
+def test_the_model_is_restored_even_after_an_error() -> None:
     def hooks(model: nn.Module) -> list[Any]:
         return [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
 

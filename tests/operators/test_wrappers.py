@@ -1,4 +1,4 @@
-"""What stands around a module's forward is not seen by others: not by its signature, not in copies, not afterwards."""
+"""A wrapper of a module's forward is not visible: not by its signature, not in copies, not once removed."""
 
 from __future__ import annotations
 

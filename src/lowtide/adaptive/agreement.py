@@ -1,4 +1,4 @@
-"""What all ranks decide together, over a gloo group of their own; in a single process each answer is that process's."""
+"""What all ranks decide together, over a gloo group of their own; a single process decides by itself."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ Value = TypeVar("Value")
 
 
 class Agreement:
-    """A gloo group over all ranks, or over some. Every rank makes one, also of groups that it is not in; those in it
-    call the same methods in the same order."""
+    """A gloo group of all ranks, or of some.
+
+    Every rank constructs it, also those that are not members; the members call the same methods in the same order.
+    """
 
     def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self.group = dist.new_group(list(ranks) if ranks else None, timeout=timeout, backend="gloo")
         if self.group is None:
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is what is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is fine
         self.rank = dist.get_rank() if self.group is not None else 0
         self.ranks = tuple(ranks or range(dist.get_world_size() if self.group is not None else 1))
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -39,11 +41,11 @@ class Agreement:
         return self.group is None
 
     def all(self, mine: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Whether ``mine`` is true on every rank."""
         return not self.any_of([not mine])[0]
 
     def any_of(self, mine: list[bool]) -> list[bool]:
-        """For each place of a list as long on every rank: whether it is so on any."""
+        """For each index of a list that is as long on every rank: whether it is true on any."""
         flags = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         if self.group is not None and mine:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
@@ -62,7 +64,7 @@ class Agreement:
         return box[0]
 
     def largest(self, mine: Sequence[float]) -> list[float]:
-        """For each place of a list as long on every rank: the largest of all ranks' numbers."""
+        """For each index of a list that is as long on every rank: the largest number of any."""
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         if self.group is not None and numbers.numel():
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
@@ -78,7 +80,7 @@ class Agreement:
         return [int(number) for number in found.tolist()]
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None

@@ -1,7 +1,9 @@
-"""The plain attributes of a model's modules, as they were when a step began.
+"""A snapshot of the plain attributes of a model's modules, for a step that may be retried.
 
-A step that is begun anew must find them so: a count of forwards, a running mean that is no buffer. Numbers, strings and
-tensors are noted, of modules that are not torch's own. What is in lists and dictionaries is not.
+A retried step must find them as they were: a count of forwards, a running mean that is not a buffer. The snapshot holds
+numbers, strings and tensors of modules that are not torch's own, and not the contents of lists and dictionaries. The
+runtime's :class:`lowtide.runtime.module_state.Attributes` holds those too, but would keep every tensor, however large,
+alive for the whole step.
 """
 
 from __future__ import annotations
@@ -15,57 +17,57 @@ from lowtide._torch_private.storages import storage_bytes
 from lowtide._torch_private.versions import version_of
 from lowtide.errors import RescueError
 
-__all__ = ["Attributes"]
+__all__ = ["AttributeSnapshot"]
 
 SMALL = 1 << 20
-"""Bytes; a tensor up to this is held, so that it is there even if the step has put another in its place."""
+"""Bytes; a tensor up to this is kept alive, so that it can be restored if the step has replaced it."""
 
 
-class _NotedTensor(NamedTuple):
-    """A tensor that was an attribute."""
+class _TensorAttribute(NamedTuple):
+    """An attribute that is a tensor."""
 
     reference: weakref.ReferenceType[Tensor]
     held: Tensor | None
     version: int
 
 
-class Attributes:
-    """What the attributes of a model's modules were."""
+class AttributeSnapshot:
+    """The plain attributes of a model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         own = (module for module in model.modules() if not type(module).__module__.startswith("torch.nn.modules"))
-        self.noted = [(module, {name: _noted(value) for name, value in vars(module).items()}) for module in own]
+        self.attributes = [(module, {name: _snapshot(value) for name, value in vars(module).items()}) for module in own]
 
     def restore(self) -> None:
-        """Set them back; RescueError if one cannot be."""
-        for module, noted in self.noted:
+        """Restore them; RescueError if a tensor was written to, or is gone."""
+        for module, saved in self.attributes:
             now = vars(module)
-            for name in [name for name, value in now.items() if name not in noted and _noted(value) is not _OTHER]:
+            for name in [name for name, value in now.items() if name not in saved and _snapshot(value) is not _OTHER]:
                 del now[name]
-            for name, value in noted.items():
+            for name, value in saved.items():
                 if value is not _OTHER:
-                    now[name] = value if type(value) is not _NotedTensor else _tensor(module, name, value)
+                    now[name] = value if type(value) is not _TensorAttribute else _tensor(module, name, value)
 
 
-def _noted(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     if type(value) in _IMMUTABLE:
         return value
     if isinstance(value, Tensor):
         held = value if storage_bytes(value) <= SMALL else None
-        return _NotedTensor(weakref.ref(value), held, version_of(value))
+        return _TensorAttribute(weakref.ref(value), held, version_of(value))
     return _OTHER
 
 
-def _tensor(module: nn.Module, name: str, noted: _NotedTensor) -> Tensor:
-    tensor = noted.reference()
-    if tensor is None or version_of(tensor) != noted.version:
+def _tensor(module: nn.Module, name: str, saved: _TensorAttribute) -> Tensor:
+    tensor = saved.reference()
+    if tensor is None or version_of(tensor) != saved.version:
         raise RescueError(
-            f"the step cannot be repeated: it has changed the tensor {name!r} of a {type(module).__name__}, which is no"
-            " buffer; register it as one, or begin again from the last checkpoint"
+            f"the step cannot be retried: it has changed the tensor {name!r} of a {type(module).__name__}, which is not"
+            " a buffer; register it as one, or start again from the last checkpoint"
         )
     return tensor
 
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 _OTHER = object()
-"""Stands for what is not noted."""
+"""Marks an attribute that is not in the snapshot."""

@@ -1,4 +1,4 @@
-"""What a step takes of its device: seconds by its own clock, without waiting for it, and memory."""
+"""What a step takes of its device: seconds by the device's own clock, without waiting for it, and memory."""
 
 from __future__ import annotations
 
@@ -7,45 +7,56 @@ from typing import Any
 import torch
 
 from lowtide.adaptive.machine import available_capacity
+from lowtide.adaptive.record import AdaptStep, Phase
 from lowtide.cost.stopwatch import moment, seconds_between
 
 __all__ = ["Clock"]
 
 
 class Clock:
-    """Moments of a device: events on its stream, or the time of day on a CPU."""
+    """Times steps and reads the allocator's peaks. A CPU has no such allocator: its peaks are 0."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._on_cpu = device.type == "cpu"
+        self._begin: Any = None
+        self._ended: tuple[Any, Any, AdaptStep] | None = None
+        """The last step, with the moments of its beginning and end; the device may still be running it."""
 
-    def now(self) -> Any:
-        """This moment, when all that was issued before it has run."""
-        return moment(self.device)
+    def begin(self) -> None:
+        """A step begins."""
+        if not self._on_cpu:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        self._begin = moment(self.device)
 
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments; waits for the second."""
+    def end(self, number: int, phase: Phase, rescued: int) -> None:
+        """A step has ended on the host."""
+        step = AdaptStep(number, 0.0, self.peak_reserved(), phase, rescued)
+        self._ended = self._begin, moment(self.device), step
+
+    def last(self) -> AdaptStep | None:
+        """The last step with its seconds, once; None if there is none. Waits until the device has reached its end."""
+        if self._ended is None:
+            return None
+        begin, end, step = self._ended
+        self._ended = None
         if not isinstance(end, float):
             end.synchronize()
-        return seconds_between(begin, end)
-
-    def reset_peak(self) -> None:
-        """Forget the peak of the device's memory."""
-        if self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
+        return step._replace(seconds=seconds_between(begin, end))
 
     def empty_cache(self) -> None:
-        """Give back what the allocator holds and nobody uses."""
-        if self.device.type != "cpu":
+        """Return the allocator's unused segments to the device."""
+        if not self._on_cpu:
             torch.accelerator.empty_cache()
 
     def peak_reserved(self) -> int:
-        """The most that the allocator held of the device since; 0 on a CPU, which has no such allocator."""
-        return 0 if self.device.type == "cpu" else int(torch.accelerator.max_memory_reserved(self.device))
+        """The most bytes that the allocator reserved since the step began."""
+        return 0 if self._on_cpu else int(torch.accelerator.max_memory_reserved(self.device))
 
     def peak_allocated(self) -> int:
-        """The most that was in use of it; 0 on a CPU."""
-        return 0 if self.device.type == "cpu" else int(torch.accelerator.max_memory_allocated(self.device))
+        """The most bytes that were allocated since the step began."""
+        return 0 if self._on_cpu else int(torch.accelerator.max_memory_allocated(self.device))
 
     def capacity(self) -> int | None:
-        """What this process can have of the device; None on a CPU, whose memory is nobody's to plan."""
-        return None if self.device.type == "cpu" else available_capacity(self.device)
+        """The bytes of the device that this process can have; None on a CPU, whose memory is not planned."""
+        return None if self._on_cpu else available_capacity(self.device)

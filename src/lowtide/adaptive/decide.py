@@ -1,8 +1,7 @@
-"""From what was measured to what is done: the budget, the plan, and what holds where nothing fits. No torch here."""
+"""From a Trace to a decision: the budget, the plan, and what is done where nothing fits. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lowtide.adaptive.settings import AdaptSettings
@@ -18,9 +17,9 @@ from lowtide.units import format_bytes, format_seconds
 __all__ = ["Decided", "Situation", "decide", "safe_policy"]
 
 SEGMENT = 2 << 20
-"""What a caching allocator takes from the device for small tensors: a plan may be off by one."""
+"""The bytes of a caching allocator's segment for small tensors: a plan may be off by one segment."""
 
-WATCHED = "every operator is watched for want of memory"
+WATCHED = "every operator is watched for OOM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,91 +27,81 @@ class Situation:
     """What is known when a plan is made."""
 
     trace: Trace
-    """The whole model, as it was measured."""
+    """The measured Trace of the whole model."""
     device: Device
     pipeline: Pipeline
     capacity: int | None
-    """Bytes that this process can have of the device, the least of all ranks; None where the device does not say."""
+    """Bytes of the device that this process can have, the least of all ranks; None where the device does not say."""
     fixed: Policy | None = None
-    """What a person decided."""
+    """The user's own decisions."""
     safe_peak: int = 0
-    """The most that was allocated in a step under the safe Policy."""
+    """The most bytes that were allocated in a step under the safe Policy."""
     lost: int = 0
-    """Bytes that were missing since, where allocations failed."""
+    """Bytes that were missing in OOMs under earlier plans."""
     before: Decided | None = None
-    """What was decided until they were."""
+    """What was decided before these OOMs."""
     watching: float = 0.0
-    """Seconds of the host for each operator, where all of them are watched from now on."""
+    """Seconds of host time for each operator, if all of them are watched from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What is done from now on."""
+    """A decision about the following steps."""
 
     plan: Plan
     policy: Policy | None
-    """The plan's, or the safe one; None where nothing fits and only the rescue may bring a step through: then whatever
-    is saved can leave when it must, which takes less memory than any Policy."""
+    """The plan's, or the safe one; None where nothing fits and only the rescue can get a step through: without a Policy
+    everything that is saved can be offloaded on OOM, which takes less memory than any Policy."""
     budget: int
-    margin: int
-    """What of the capacity was left free."""
     reason: str
-    """In one sentence, for people."""
+    """One sentence for the user."""
     scarce: bool = False
-    """Whether memory may well be missing, so that the rescue should stay armed."""
+    """Whether OOM is likely, so that the rescue should stay armed."""
 
 
 def safe_policy(layers: int, fixed: Policy | None = None) -> Policy:
-    """Every layer recomputed, but where a person decided something else."""
-    again = LayerPolicy(default=Recompute())
+    """Every layer recomputed, except where ``fixed`` decides something else."""
+    recomputed = LayerPolicy(default=Recompute())
     if fixed is None:
-        return Policy((again,) * layers, origin="solver")
-    return replace(fixed, layers=tuple(again if one == LayerPolicy() else one for one in fixed.layers))
+        return Policy((recomputed,) * layers, origin="solver")
+    return replace(fixed, layers=tuple(recomputed if one == LayerPolicy() else one for one in fixed.layers))
 
 
-def decide(
-    situation: Situation,
-    settings: AdaptSettings,
-    progress: Callable[[str], None] = lambda _: None,
-    *,
-    rescued: bool = True,
-) -> Decided:
+def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = True) -> Decided:
     """The fastest Policy within the budget.
 
-    A budget that a person gave bounds the plan and is no capacity: where nothing fits it everything is recomputed. A
-    run that has come through so far is not stopped. If nothing fits the device itself, the reason says how much would
-    be enough, and there is no Policy: the rescue can offload more than any; if the run is not ``rescued``, every layer
-    is recomputed. Where memory was missing since, it goes on with what takes least.
+    A budget from the user bounds the plan, not the device: where nothing fits it, every layer is recomputed. A run that
+    has survived so far is not stopped. If nothing fits the device itself, the reason says how much would be enough, and
+    there is no Policy, since the rescue can offload more than any Policy; if the run is not ``rescued``, every layer is
+    recomputed. After OOMs that leave too little for any plan, the run goes on with the Policy that takes least.
     """
-    decided = _decide(situation, settings, progress, rescued=rescued)
+    decided = _decide(situation, settings, rescued=rescued)
     if not situation.watching:
         return decided
     seconds = situation.watching * _operators(situation.trace, situation.pipeline)
     note = f"{WATCHED}: about {format_seconds(seconds)} of the host's time a step"
-    others = [one for one in decided.plan.notes if not one.startswith(WATCHED)]  # of a plan that is used again
+    others = [
+        one for one in decided.plan.notes if not one.startswith(WATCHED)
+    ]  # a plan that is reused has the note already
     plan = replace(decided.plan, notes=(*others, note))
     return replace(decided, plan=plan, reason=f"{decided.reason}; {note}")
 
 
-def _decide(
-    situation: Situation, settings: AdaptSettings, progress: Callable[[str], None], *, rescued: bool
-) -> Decided:
+def _decide(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> Decided:
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
     margin = _margin(situation, safe)
     room = None if situation.capacity is None else max(1, situation.capacity - margin)
     asked = settings.budget
     budget = min(one for one in (asked, room) if one is not None) if asked or room else 1 << 62
-    plan = make_plan(
-        trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed), progress=progress
-    )
+    plan = make_plan(trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed))
     if plan.feasible:
         reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
-        return Decided(plan=plan, policy=plan.policy, budget=budget, margin=margin, reason=reason)
+        return Decided(plan=plan, policy=plan.policy, budget=budget, reason=reason)
     least = f"the least is {format_bytes(plan.least)}"
     if room is None or plan.least <= room:
         reason = f"nothing fits the device size of {format_bytes(budget)}, {least}: every layer is recomputed"
-        return Decided(plan=plan, policy=safe, budget=budget, margin=margin, reason=reason)
+        return Decided(plan=plan, policy=safe, budget=budget, reason=reason)
     if situation.lost:
         before = situation.before
         if before is not None and before.policy is not None and before.plan.simulation.reserved <= plan.least:
@@ -120,29 +109,29 @@ def _decide(
         else:
             policy = plan.policy
         reason = f"what was missing leaves {format_bytes(budget)}, too little for any plan: the Policy that takes least"
-        return Decided(plan=plan, policy=policy, budget=budget, margin=margin, reason=reason, scarce=True)
-    enough = plan.least + margin + SEGMENT  # what is measured again there may differ a little
-    what = "tensors leave as they must" if rescued else "every layer is recomputed"
+        return Decided(plan=plan, policy=policy, budget=budget, reason=reason, scarce=True)
+    enough = plan.least + margin + SEGMENT  # another measurement may differ a little
+    what = "tensors are offloaded on OOM" if rescued else "every layer is recomputed"
     reason = (
         f"the device gives this process {format_bytes(situation.capacity or 0)}, too little for any plan: even the"
         f" Policy that needs least takes {format_bytes(plan.least)}, and {format_bytes(margin)} are left free; {what}."
         f" A capacity of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
     )
-    return Decided(plan=plan, policy=None if rescued else safe, budget=budget, margin=margin, reason=reason)
+    return Decided(plan=plan, policy=None if rescued else safe, budget=budget, reason=reason)
 
 
 def _operators(trace: Trace, pipeline: Pipeline) -> int:
-    """How many kernels a rank runs in a step, as far as one is like the others."""
-    inside = sum(len(trace.parts[place].kernels) for place in trace.layers) // max(1, pipeline.stages)
+    """How many kernels a rank runs in a step, if all stages are alike."""
+    inside = sum(len(trace.parts[part].kernels) for part in trace.layers) // max(1, pipeline.stages)
     outside = len(trace.before.kernels) + len(trace.after.kernels)
     return (inside + outside) * pipeline.micro_batches + len(trace.optimizer.kernels)
 
 
 def _margin(situation: Situation, safe: Policy) -> int:
-    """What safe steps took beyond what the simulator says of them, and what has been missing since.
+    """What safe steps took beyond the simulator's prediction, and what has been missing since.
 
-    The simulator replays the allocator, so fragmentation is in the plan itself. What was reserved is no measure of it
-    while a run changes its ways: segments of other sizes stay until the device asks for them back.
+    The simulator replays the allocator, so the plan itself includes fragmentation. The reserved bytes do not measure it
+    while a run switches Policies: segments of other sizes stay until the device asks for them back.
     """
     if situation.capacity is None:
         return 0
@@ -151,5 +140,5 @@ def _margin(situation: Situation, safe: Policy) -> int:
 
 
 def _fixed(fixed: Policy | None) -> Policy | None:
-    """A Policy that decides nothing fixes nothing, and lets the planner look further."""
+    """None for a Policy that decides nothing: it fixes nothing, and the planner may look further."""
     return None if fixed is None or all(one == LayerPolicy() for one in fixed.layers) else fixed

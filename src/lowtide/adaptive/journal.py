@@ -1,4 +1,4 @@
-"""What an adaptive run says of itself: to people at once, and in its directory."""
+"""The journal of an adaptive run: printed as it happens, and saved in the run's directory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lowtide.trace.trace import Trace
 __all__ = ["Journal"]
 
 SAVE_EVERY = 50
-"""Steps between two savings of the record."""
+"""The record is saved every so many steps."""
 
 
 class Journal:
-    """Events and steps of a run. Only the first rank speaks and writes."""
+    """The events and steps of a run. Only the first rank prints and writes."""
 
     def __init__(
         self,
@@ -40,24 +40,24 @@ class Journal:
         """The last one."""
 
     def note(self, step: int, kind: Kind, text: str) -> None:
-        """Something happened in a step, or after it."""
+        """Record and print an event in a step, or after it."""
         self.events.append(AdaptEvent(step, kind, text))
         if self.say is not None:
             self.say(f"step {step}: {text}")
 
     def ended(self, step: AdaptStep) -> None:
-        """A step has ended."""
+        """Record a step; save the record now and then."""
         self.steps.append(step)
         if step.step % SAVE_EVERY == 0:
             self.save()
 
     def measured(self, trace: Trace) -> None:
-        """Steps were measured."""
+        """Save the Trace of measured steps."""
         if self.directory is not None:
             trace.save(self.directory / "trace.json")
 
     def planned(self, decided: Decided, *, shown: bool) -> None:
-        """A plan was made."""
+        """Save a plan, and report it if it is to be ``shown``."""
         self.plan = plan = decided.plan
         if self.report is not None and shown:
             self.report(plan)
@@ -71,7 +71,7 @@ class Journal:
 
     @property
     def record(self) -> AdaptRecord:
-        """All of it so far."""
+        """The record so far."""
         return AdaptRecord(
             events=tuple(self.events),
             steps=tuple(self.steps),
@@ -81,6 +81,6 @@ class Journal:
         )
 
     def save(self) -> None:
-        """Write the record, if there is a directory for it."""
+        """Save the record, if there is a directory."""
         if self.directory is not None:
             save_record(self.record, self.directory / RECORD_FILE)

@@ -1,8 +1,8 @@
-"""Batches of different lengths: a Trace for one that was not measured, from those that were. No torch here.
+"""Batches of different lengths: the Trace of a length that was not measured, from those that were. No torch here.
 
-What a layer saves, and what it computes, is a polynomial of the length of a batch: some of it stays, as gradients of
-parameters do, some grows with every token, and attention with every pair of them. Three measured lengths show all of
-it. Times carry noise, which such a curve would magnify: they lie on the line between their two neighbours.
+What a layer saves and computes is a polynomial of the length of a batch: some of it is constant, such as the gradients
+of parameters, some grows with every token, and attention with every pair of them. Three measured lengths determine it.
+Times are noisy, which such a curve would amplify: they are interpolated linearly between their two neighbours.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lowtide.trace.trace import Kernel, Part, Trace
 __all__ = ["RATIO", "Lengths", "bucket_of"]
 
 RATIO = 1.25
-"""Between the lengths that plans are made for."""
+"""Between two lengths that plans are made for."""
 ENOUGH = 3
-"""Lengths that show a curve."""
+"""Measured lengths that determine the polynomial."""
 Row = TypeVar("Row")
 
 
 def bucket_of(tokens: int) -> int:
-    """The length that a batch of so many tokens is planned as: the next of a geometric row.
+    """The length that a batch of so many tokens is planned as: the next of a geometric series.
 
     >>> [bucket_of(tokens) for tokens in (1, 64, 100, 1000)]
     [1, 69, 108, 1009]
@@ -43,9 +43,9 @@ class Lengths:
         self.traces: dict[int, Trace] = {}
 
     def wanted(self, tokens: int) -> bool:
-        """Whether this length should be measured: it is longer than any that was, or one more that shows the curve.
+        """Whether this length should be measured: it is the longest so far, or one more for the polynomial.
 
-        The longest of so many batches is beaten less and less often.
+        The longer a run, the less often a new batch is the longest.
         """
         if tokens > max(self.traces, default=0):
             return True
@@ -53,16 +53,16 @@ class Lengths:
         return len(self.traces) < ENOUGH and apart
 
     def add(self, tokens: int, trace: Trace) -> None:
-        """A length was measured."""
+        """Add the Trace of a measured length."""
         self.traces[tokens] = trace
 
     def bucket(self, tokens: int) -> int:
-        """The length that a batch of so many tokens is planned as: nothing is planned longer than what was measured."""
+        """The length that a batch of so many tokens is planned as: at most the longest that was measured."""
         longest = max(self.traces, default=0)
         return min(bucket_of(tokens), longest) if tokens <= longest else bucket_of(tokens)
 
     def trace(self, tokens: int) -> Trace | None:
-        """What a batch of so many tokens does; None if nothing was measured that is as long."""
+        """The Trace of a batch of so many tokens; None if it is longer than any that was measured."""
         known = sorted(self.traces)
         if not known or tokens > known[-1]:
             return None
@@ -80,12 +80,12 @@ class Lengths:
 
 
 class _Weights(NamedTuple):
-    """How much each of some Traces counts."""
+    """The weight of each Trace in an interpolation."""
 
     curve: tuple[float, ...]
-    """For what is a polynomial of the length."""
+    """For bytes and work, a polynomial of the length."""
     line: tuple[float, ...]
-    """For what is measured with noise."""
+    """For seconds, which are noisy."""
 
     def whole(self, numbers: Sequence[float]) -> int:
         return max(0, self.signed(numbers))
@@ -106,7 +106,7 @@ def _polynomial(known: Sequence[int], tokens: int) -> tuple[float, ...]:
 
 
 def _mixed(traces: Sequence[Trace], weights: _Weights) -> Trace:
-    """A Trace on the curve through some; the last of them, which is the longest, if they do not do the same."""
+    """The interpolated Trace; the last one, which is the longest, if they did not run the same kernels."""
     longest = traces[-1]
     if len({_outline(one) for one in traces}) > 1:
         return longest
@@ -122,7 +122,7 @@ def _mixed(traces: Sequence[Trace], weights: _Weights) -> Trace:
 
 
 def _outline(trace: Trace) -> tuple[object, ...]:
-    """What is the same in two Traces of the same steps, whatever their lengths."""
+    """What two Traces of the same steps have in common, whatever their lengths."""
     parts = (trace.before, *trace.parts, trace.after)
     return trace.layers, *(
         (len(part.values), *(one.kind for one in part.kernels), *(one.name for one in part.operators)) for part in parts

@@ -18,21 +18,21 @@ from lowtide.cost.stopwatch import watch_for
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.trace.trace import Kernel
 
-__all__ = ["available_capacity", "available_host_memory", "link_of"]
+__all__ = ["available_capacity", "available_host_memory", "profile_device"]
 
 LARGEST, LEAST = 1 << 22, 1 << 16
-"""Bytes of the largest copy; less where there is little room, but not less than the other."""
+"""Bytes of the largest copy: the first, or less on OOM, down to the second."""
 ROUNDS = 10
 """The most measurements of a copy."""
 
 
-def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None) -> Device:
-    """The device that is here: its links both ways, what issuing a kernel costs, and the memory that a run may have.
+def profile_device(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None) -> Device:
+    """The current device: its links both ways, what issuing a kernel costs, and the memory that a run may have.
 
-    Of ``kernels``, those with measured seconds, such as all of a Trace, say how fast others are that nobody has
-    measured: the copies and sums that a Policy adds. The way to other devices is taken from ``like``.
+    Of ``kernels``, those with measured seconds, such as all of a Trace, calibrate the model of those that were not
+    measured: the copies and sums that a Policy adds. The links to other devices are those of ``like``.
 
-    ``link_of(torch.device("cuda"), kernels_of(trace))``
+    ``profile_device(torch.device("cuda"), kernels_of(trace))``
     """
     links = _links(device)
     samples = [
@@ -50,7 +50,7 @@ def link_of(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Devic
 
 
 def _links(device: torch.device) -> Links:
-    """Measured with as much as there is room for."""
+    """The links, measured with as large copies as there is room for."""
     largest = LARGEST
     while True:
         try:
@@ -63,7 +63,7 @@ def _links(device: torch.device) -> Links:
 
 
 def available_capacity(device: torch.device) -> int:
-    """Bytes that this process has taken from the device, and those that nobody has."""
+    """Bytes that this process has reserved of the device, and those that are free."""
     if device.type == "cpu":
         return available_host_memory()
     free, total = torch.accelerator.get_memory_info(device)
@@ -71,15 +71,15 @@ def available_capacity(device: torch.device) -> int:
 
 
 def available_host_memory() -> int:
-    """Bytes of the host's memory that could be had now; the ranks of a node share them."""
+    """Bytes of the host's memory that are available now; the ranks of a node share them."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):  # another system
+    except (OSError, StopIteration, ValueError, IndexError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _ranks_here() -> int:
-    """The ranks of this node, as torchrun tells them."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) else max(1, torch.accelerator.device_count())
+    """The number of ranks on this node, as torchrun reports it; else the number of devices."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdigit() and int(count) else max(1, torch.accelerator.device_count())

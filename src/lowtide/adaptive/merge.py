@@ -14,10 +14,10 @@ __all__ = ["joined", "slowest"]
 
 
 def slowest(traces: Sequence[Trace]) -> Trace:
-    """The Trace of ranks of one pipeline stage: of each kernel the longest time, and the most memory.
+    """The Trace of the ranks of one pipeline stage: of each kernel the longest time, and the most memory.
 
-    Ranks whose experts got other tokens do not run the same kernels: the Trace is then that of the one that holds most,
-    and it says so.
+    Ranks whose experts were routed other tokens do not run the same kernels: then the Trace is that of the rank that
+    holds most, and has a note about it.
 
     ``trace = slowest(gathered)``
     """
@@ -26,8 +26,8 @@ def slowest(traces: Sequence[Trace]) -> Trace:
     largest = max(traces, key=_bytes)
     alike = [one for one in traces if _structure(one) == _structure(largest)]
 
-    def merged(place: Callable[[Trace], Part]) -> Part:
-        return _largest([place(one) for one in alike])
+    def merged(part_of: Callable[[Trace], Part]) -> Part:
+        return _largest([part_of(one) for one in alike])
 
     result = replace(
         largest,
@@ -40,15 +40,15 @@ def slowest(traces: Sequence[Trace]) -> Trace:
     if len(alike) == len(traces):
         return result
     others = len(traces) - len(alike)
-    note = f"{others} of {len(traces)} ranks did not run the same kernels: the one that holds most stands for all"
+    note = f"{others} of {len(traces)} ranks did not run the same kernels: the one that holds most is used for all"
     return replace(result, notes=(*result.notes, note))
 
 
 def joined(stages: Sequence[Trace]) -> Trace:
-    """The Trace of a whole model from those of its pipeline stages, in the order that the data runs through them.
+    """The Trace of a whole model from those of its pipeline stages, in the order of the data.
 
-    What stands before the layers is the first stage's, what stands after them the last one's. What others do there
-    belongs to their outermost layers: see [Note: stage ends] in :mod:`lowtide.adaptive.stage_ends`.
+    What runs before the layers is the first stage's, what runs after them the last stage's. What the other stages do
+    there is added to their outermost layers: see [Note: stage ends] in :mod:`lowtide.adaptive.stage_ends`.
 
     ``trace = joined([first, second])``
     """
@@ -59,7 +59,7 @@ def joined(stages: Sequence[Trace]) -> Trace:
     alike: dict[Part, list[Part]] = {}
     layers: list[int] = []
     for number, stage in enumerate(stages):
-        own = [stage.parts[place] for place in stage.layers]
+        own = [stage.parts[part] for part in stage.layers]
         if number > 0:
             own[0] = preceded(own[0], stage.before)
         if number < len(stages) - 1:
@@ -80,9 +80,9 @@ def joined(stages: Sequence[Trace]) -> Trace:
 
 
 def _whole_optimizer(stages: Sequence[Trace]) -> Part:
-    """The step of an optimizer that has all parameters: that of the stage with most of them, so much larger.
+    """The step of an optimizer of all parameters: that of the stage with most of them, scaled up.
 
-    Of a stage, its share of the parameters' bytes is simulated.
+    The simulator scales it down again, to each stage's share of the parameters' bytes.
     """
     total = sum(_parameters(stage) for stage in stages)
     most = max(stages, key=_parameters)
@@ -91,7 +91,7 @@ def _whole_optimizer(stages: Sequence[Trace]) -> Part:
 
 
 def _largest(parts: Sequence[Part]) -> Part:
-    """Parts that do the same as one, which takes as long as the slowest and holds as much as the largest."""
+    """One part in place of several alike: as slow as the slowest, and as large as the largest."""
     first = parts[0]
     kernels = []
     for same in zip(*(part.kernels for part in parts), strict=True):
@@ -104,7 +104,7 @@ def _largest(parts: Sequence[Part]) -> Part:
 
 
 def _structure(trace: Trace) -> tuple[Any, ...]:
-    """What is the same in all ranks that do the same: everything but sizes and times."""
+    """What ranks that run the same kernels have in common: everything but sizes and times."""
     return (trace.layers, *map(_steps, (trace.before, *trace.parts, trace.after, trace.optimizer)))
 
 
@@ -116,16 +116,16 @@ def _steps(part: Part) -> tuple[Any, ...]:
 
 
 def _bytes(trace: Trace) -> int:
-    """What is held in a step: static memory, and what the layers save for backward."""
+    """Bytes held in a step: static memory, and what the layers save for backward."""
     around = trace.before.static.total + trace.after.static.total
     return around + sum(
-        trace.parts[place].static.total + sum(operator.owned for operator in trace.parts[place].operators)
-        for place in trace.layers
+        trace.parts[part].static.total + sum(operator.owned for operator in trace.parts[part].operators)
+        for part in trace.layers
     )
 
 
 def _parameters(trace: Trace) -> int:
-    parts = (trace.before, trace.after, *(trace.parts[place] for place in trace.layers))
+    parts = (trace.before, trace.after, *(trace.parts[part] for part in trace.layers))
     return sum(sum(part.static.parameters) for part in parts)
 
 

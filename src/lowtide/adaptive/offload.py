@@ -112,7 +112,7 @@ class SavedStorages:
                     waited = True
                 freed += storage.offload()
                 self.forget(storage)
-            self.counts.sent_bytes += freed
+            self.counts.offloaded_bytes += freed
         return freed
 
     def note(self, storage: OffloadableStorage, key: int) -> None:
@@ -199,7 +199,7 @@ class OffloadableStorage:
         return version_of(self.counter) == self.version
 
     def is_alone(self) -> bool:
-        """Whether only our tensors see the storage."""
+        """Whether no other code holds a tensor of the storage."""
         held = self._held()
         return bool(held) and storage_users(held[0]) == len(held)
 
@@ -239,7 +239,7 @@ class OffloadableStorage:
             self.host.copy_(source)
 
     def seen_by(self, tensor: OffloadableTensor) -> Tensor:
-        """What a saved tensor stands for, reloaded if it is on the host."""
+        """The tensor itself, reloaded if it is on the host."""
         with self.known.lock, DisableTorchFunction(), torch.no_grad():
             if tensor.alias is not None:
                 return tensor.alias

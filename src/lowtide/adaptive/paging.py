@@ -1,14 +1,14 @@
-"""Send parameters, gradients and optimizer states to the host while an operator needs their memory.
+"""Page parameters, gradients and optimizer states out to the host while an operator needs their memory.
 
 [Note: paging]
-What an optimizer works on is not saved for backward: it is there for good, and held by many. So its storages leave
-under the tensors that see them: the bytes are copied to the host and the storage is resized to nothing, as FSDP does
-with gathered parameters. Until it is back no operator may read it, so the dispatch mode, which sees the arguments of
-every operator, brings them in first, and stays on as long as anything is away.
+What an optimizer works on is not saved for backward: it lives through the whole run, and much code holds it. So a
+storage is paged out under the tensors that see it: its bytes are copied to the host and it is resized to nothing, as
+FSDP does with gathered parameters. No operator may read it until it is paged in, so the dispatch mode, which sees the
+arguments of every operator, pages them in first, and stays on as long as anything is paged out.
 
-While the optimizer steps, whatever the running operator does not touch may leave, what the optimizer made on its way
-included. In forward and backward optimizer states may, and gradients that are done. Parameters may not: a kernel that
-is not torch's reads them without asking.
+While the optimizer steps, everything that the running operator does not touch may be paged out, including what the
+optimizer's step has made so far. In forward and backward optimizer states may, and finished gradients. Parameters may
+not: kernels that are not torch's read them unseen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide._torch_private.modes import unseen_by_modes
 from lowtide._torch_private.storages import storage_key
@@ -28,16 +28,17 @@ from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import bytes_of
 from lowtide.operators.calls import tensors_of
 from lowtide.out_of_memory import is_out_of_memory
+from lowtide.units import format_bytes
 
 __all__ = ["Pager", "touched_by"]
 
 
 _resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
-"""As torch has it: while the mode is on, others' resizing is watched."""
+"""Torch's own: while the mode is on, resizing by other code is intercepted."""
 
 
 class _Paged(NamedTuple):
-    """A storage that is on the host."""
+    """A storage that is paged out, and its bytes on the host."""
 
     storage: Any
     device: torch.device
@@ -45,24 +46,24 @@ class _Paged(NamedTuple):
 
 
 class Pager:
-    """What of the optimizers is on the host."""
+    """Pages out what the optimizers work on. See [Note: paging]."""
 
     def __init__(
         self, optimizers: Iterable[torch.optim.Optimizer], smallest: int, lock: threading.RLock, counts: Counts
     ) -> None:
         self.optimizers, self.counts = tuple(optimizers), counts
         self.lock = lock
-        """That of the saved storages: either may have to make room in the other."""
+        """The saved storages' lock: each of the two may have to make room by the other."""
         self.smallest = smallest
-        self.away: dict[int, _Paged] = {}
-        """By storage."""
+        self.paged_out: dict[int, _Paged] = {}
+        """By the storage's key."""
         self.stepping: torch.optim.Optimizer | None = None
         """The optimizer whose step runs."""
         self.made: list[weakref.ReferenceType[Tensor]] = []
-        """What it made on its way."""
+        """What its step has made so far."""
 
     def page_out(self, wanted: float, touched: set[int]) -> int:
-        """Send storages other than those ``touched`` to the host until so many bytes are free; how many are."""
+        """Page out storages other than ``touched`` until so many bytes are freed; how many were."""
         freed = 0
         with self.lock:
             for tensor in self._movable():
@@ -70,21 +71,21 @@ class Pager:
                     break
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if key in touched or key in self.away or size < self.smallest or not storage.resizable():
+                if key in touched or key in self.paged_out or size < self.smallest or not storage.resizable():
                     continue
                 if not freed:
                     torch.accelerator.synchronize()
-                self.away[key] = _Paged(storage, tensor.device, bytes_of(storage, tensor.device).cpu())
+                self.paged_out[key] = _Paged(storage, tensor.device, bytes_of(storage, tensor.device).cpu())
                 _resize(storage, 0)
                 freed += size
             self.counts.paged_bytes += freed
         return freed
 
     def page_in(self, touched: set[int], make_room: Callable[[float, set[int]], int]) -> None:
-        """Bring back what is about to be read. Where there is no room for it, others leave."""
+        """Page in what is about to be read. Where there is no room for it, ``make_room`` offloads other tensors."""
         with self.lock:
-            for key in touched & self.away.keys():
-                paged = self.away[key]
+            for key in touched & self.paged_out.keys():
+                paged = self.paged_out[key]
                 while True:
                     try:
                         _resize(paged.storage, paged.host.nbytes)
@@ -92,25 +93,25 @@ class Pager:
                     except RuntimeError as error:
                         if not is_out_of_memory(error) or not make_room(paged.host.nbytes, touched):
                             raise
-                with unseen_by_modes():  # ours would look for it among what is away
+                with unseen_by_modes():  # our mode would try to page it in
                     bytes_of(paged.storage, paged.device).copy_(paged.host)
-                del self.away[key]  # only now: an interrupt before this must not lose the bytes
+                del self.paged_out[key]  # only now: an interrupt before this must not lose the bytes
 
     def page_in_all(self) -> bool:
-        """Bring back everything for which there is room; whether that is everything."""
-        for key in list(self.away):
+        """Page in everything for which there is room; whether that was everything."""
+        for key in list(self.paged_out):
             try:
                 self.page_in({key}, lambda wanted, touched: 0)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-        return not self.away
+        return not self.paged_out
 
     def compact(self) -> None:
-        """Lay optimizer states and gradients side by side, between two steps.
+        """Lay out optimizer states and gradients contiguously, between two steps.
 
-        They were made when a step had left its activations' segments with holes, and keep those segments for good. A
-        plan counts them as if they had been there first.
+        They were allocated in holes of segments that a step's activations had left, and keep these segments reserved. A
+        plan assumes that they were allocated first.
         """
         counted = self.counts.paged_bytes
         self.page_out(float("inf"), set())
@@ -119,11 +120,21 @@ class Pager:
         self.counts.paged_bytes = counted
 
     def note(self, result: Any) -> None:
-        """The optimizer that steps has made something."""
+        """The stepping optimizer has made these tensors."""
         self.made += [weakref.ref(tensor) for tensor in tensors_of(result)]
 
+    def stranded(self, model: nn.Module) -> str:
+        """An error message about what is paged out and has no room on the device."""
+        size = format_bytes(sum(one.host.nbytes for one in self.paged_out.values()))
+        names = [name for name, one in model.named_parameters() if storage_key(one) in self.paged_out]
+        some = f", among them {', '.join(names[:3])}{', …' if len(names) > 3 else ''}," if names else ""
+        return (
+            f"{len(self.paged_out)} parameters, gradients or optimizer states ({size}){some} are on the host, and there"
+            " is no room on the device to page them in"
+        )
+
     def _movable(self) -> Iterator[Tensor]:
-        """Plain tensors of the device that may leave now."""
+        """Plain tensors on the device that may be paged out now."""
         for tensor in self._known():
             plain = inner_tensor(tensor)
             if not plain.is_cpu and not plain.is_meta and plain.layout is torch.strided:

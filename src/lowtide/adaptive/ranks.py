@@ -16,13 +16,13 @@ from lowtide.trace.trace import Part, Trace, kernels_of
 __all__ = ["Ranks"]
 
 PATIENCE = timedelta(minutes=30)
-"""How long ranks wait for one that makes a plan."""
+"""How long ranks wait for the first one to make a plan."""
 
 
 class Ranks:
     """All ranks, and those of each pipeline stage.
 
-    To agree costs the same however many there are, but where ranks of a stage did not do the same.
+    The cost of an agreement does not grow with the number of ranks, unless ranks of a stage ran different kernels.
     """
 
     def __init__(self, stage: int = 0) -> None:
@@ -38,19 +38,19 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is the rank that plans, prints and writes."""
         return self.all.rank == 0
 
     def trace(self, chunks: Sequence[Trace], pipeline: Pipeline) -> Trace:
-        """The whole model: of each stage the slowest times of its ranks, and all stages joined."""
+        """The Trace of the whole model: the slowest times of each stage's ranks, and all stages joined."""
         mine = [self._slowest(trace) for trace in chunks]
         if self.all.alone and len(mine) == 1:
             return mine[0]
         found: list[tuple[int, Trace]] = []
         for stage, leader in self.leaders.items():
             theirs = self.all.from_rank([trace.as_json() for trace in mine], leader)
-            for place, value in zip(pipeline.placement[stage], theirs, strict=True):
-                found.append((place[0], Trace.from_json(value)))
+            for chunk, value in zip(pipeline.placement[stage], theirs, strict=True):
+                found.append((chunk[0], Trace.from_json(value)))
         return joined([trace for _, trace in sorted(found, key=lambda one: one[0])])
 
     def _slowest(self, trace: Trace) -> Trace:
@@ -60,36 +60,36 @@ class Ranks:
         plain = trace.without_seconds().digest
         if stage.all(plain == stage.from_first(plain)):
             return _with_seconds(trace, stage.largest([kernel.seconds or 0.0 for kernel in kernels_of(trace)]))
-        # Experts are not loaded alike: of each tensor the largest counts.
+        # Experts are not equally loaded: the largest of each tensor is used.
         return slowest([Trace.from_json(stage.from_rank(trace.as_json(), rank)) for rank in stage.ranks])
 
     def smallest(self, number: int) -> int:
-        """Of all ranks."""
+        """The smallest number of all ranks."""
         return -int(self.all.largest([-number])[0])
 
     def largest(self, number: int) -> int:
-        """Of all ranks."""
+        """The largest number of all ranks."""
         return int(self.all.largest([number])[0])
 
     def decided(self, mine: Decided | None) -> Decided:
-        """What the first rank decided, on every rank; each proves that it has the same Policy."""
+        """What the first rank decided, on every rank; PolicyError if the ranks do not have the same Policy."""
         decided = self.all.from_first(mine)
         assert decided is not None
         expected = self.all.from_first(mine.policy.digest if mine is not None and mine.policy is not None else "")
-        # Of what is here: the digest that came along was computed elsewhere.
+        # Recomputed here: the digest that was received was computed on the first rank.
         found = replace(decided.policy).digest if decided.policy is not None else ""
         if not self.all.all(found == expected):
             raise PolicyError(f"the ranks do not have the same Policy: rank {self.all.rank} has {found[:12]}")
         return decided
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Destroy the process groups."""
         self.stage.close()
         self.all.close()
 
 
 def _with_seconds(trace: Trace, seconds: Sequence[float]) -> Trace:
-    """The same with other times, in the order of :func:`~lowtide.trace.trace.kernels_of`; untimed stays untimed."""
+    """The Trace with other times, in the order of :func:`~lowtide.trace.trace.kernels_of`; untimed stays untimed."""
     rest = iter(seconds)
 
     def timed(part: Part) -> Part:

@@ -18,14 +18,14 @@ RECORD_FILE = "adaptive.json"
 """Its name in a run directory."""
 
 Phase = Literal["measuring", "planned"]
-"""Under which Policy a step ran: the safe one of the first steps, or a plan's."""
+"""Whether a step ran before the plan, under the safe Policy or profiled, or under the plan's Policy."""
 Kind = Literal["measured", "planned", "switched", "rescued", "repeated", "replanned", "warned"]
-"""What an event is: measuring ended; a plan was made; its Policy was put to work; an allocation failed and the step
-went on; a step was begun again; a new plan was asked for, with the reason; something that a person should know."""
+"""What an event is: steps were measured; a plan was made; its Policy was applied; an allocation failed and the step
+survived; a step was retried; the run was re-planned, with the reason; a warning."""
 
 
 class AdaptEvent(NamedTuple):
-    """Something that was decided or that happened."""
+    """Something that happened or was decided."""
 
     step: int
     """The step in which, or after which, it happened; from 1."""
@@ -35,17 +35,17 @@ class AdaptEvent(NamedTuple):
 
 
 class AdaptStep(NamedTuple):
-    """One step as it was measured."""
+    """The measurements of one step."""
 
     step: int
     """Its number, from 1."""
     seconds: float
-    """From its begin to its end, broken-off attempts included."""
+    """From its beginning to its end, failed attempts included."""
     peak_reserved: int
-    """The most bytes that the device's allocator held of the device; 0 where it does not say."""
+    """The most bytes that the device's allocator reserved; 0 where it does not say."""
     phase: Phase
     rescued: int = 0
-    """Allocations that failed in it and were helped by sending tensors to the host or by repeating the step."""
+    """Failed allocations that it survived, by offloading tensors or by a retry of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class AdaptRecord:
     events: tuple[AdaptEvent, ...] = ()
     steps: tuple[AdaptStep, ...] = ()
     plan: str | None = None
-    """The file of the last plan, beside the record; None before there is one."""
+    """The file of the last plan, next to the record; None before there is one."""
     budget: int | None = None
     """Bytes that the last plan may fill; None before there is one."""
     capacity: int | None = None

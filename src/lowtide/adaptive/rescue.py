@@ -1,18 +1,18 @@
-"""Come through when memory runs out.
+"""Survive when the device runs out of memory.
 
 [Note: three lines of defence]
-1. A watermark: where a layer begins with more allocated than that, the oldest saved tensors leave before it runs.
-2. An operator that fails for want of memory, in forward, in backward or in the optimizer: tensors leave, and it runs
-   again. See [Note: saved storages], [Note: repeating an operator] and [Note: paging].
-3. The step is begun anew: generators, buffers and gradients are set back, and the first two lines are armed.
+1. A watermark: where a layer begins with more allocated than that, the oldest saved tensors are offloaded first.
+2. An operator that runs out of memory, in forward, in backward or in the optimizer, is retried after tensors were
+   offloaded. See [Note: saved storages], [Note: retrying an operator] and [Note: paging].
+3. The step is retried: generators, buffers and gradients are restored, and the first two lines are armed.
 
-The first two need handles around every saved tensor and a dispatch mode around every kernel, which costs some
-microseconds each. Disarmed there is neither, and an error goes straight to the third line. Only the optimizer's step,
-which has few kernels, is watched in any case.
+The first two need a pack hook on every saved tensor and a dispatch mode around every kernel, some microseconds each.
+While they are disarmed, an OOM goes straight to the third line. Only the optimizer's step, which has few kernels, is
+watched in any case.
 
-Ranks that work together must not repeat a step alone: the order of their collectives would be broken for good. There
-the third line is taken by agreement, before the first optimizer steps, where every rank has run the same collectives;
-a rank that is disarmed, or that has nothing left to send away, can only fail.
+A rank must not retry a step alone: the order of the ranks' collectives would be broken for good. With several ranks the
+third line is taken by agreement, before the first optimizer steps, where every rank has issued the same collectives. A
+rank that is disarmed, or that has nothing left to offload, can only fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -36,8 +35,8 @@ from lowtide._torch_private.storages import storage_key
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import SavedStorages
 from lowtide.adaptive.paging import Pager
-from lowtide.adaptive.repeat import Beginning, Repeat
-from lowtide.adaptive.retry import Retry
+from lowtide.adaptive.retry import RetryMode
+from lowtide.adaptive.step_snapshot import RetryStep, StepSnapshot
 from lowtide.errors import ModelError, RescueError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
@@ -51,18 +50,18 @@ from lowtide.units import format_bytes
 __all__ = ["ATTEMPTS", "Rescue"]
 
 ATTEMPTS = 4
-"""How often a step is begun, at most."""
+"""How often a step is run, at most."""
 
 T = TypeVar("T")
 
 
 class Rescue:
-    """Keeps a model's steps from dying of out-of-memory. See [Note: three lines of defence].
+    """Lets a model's steps survive OOM. See [Note: three lines of defence].
 
-    ``optimizers`` are those that ``step`` uses. ``smallest`` is the size of a storage, in bytes, below which it is not
-    worth sending away, and ``multiple`` how many times the missing bytes leave. ``group`` is a process group of all
-    ranks that step together, which takes tensors of the host; the default one if there are several ranks. ``layers``
-    names the module that holds the layers, where the longest run of equal children is not it.
+    ``optimizers`` are those that ``step`` uses. Storages below ``smallest`` bytes are never offloaded, and ``multiple``
+    is how many times the missing bytes are. ``group`` is a process group of all ranks that step together, for tensors
+    on the host; the default group if there are several ranks. ``layers`` names the module that holds the layers, where
+    the longest run of equal children is not it.
 
     ``rescue = Rescue(model, [optimizer])``; ``loss = rescue.run(step)``, where ``step`` runs forward, backward and the
     optimizer and can be called again.
@@ -82,33 +81,34 @@ class Rescue:
         self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.counts = Counts()
         self.watermark: int | None = None
-        """Bytes allocated on the device above which the oldest leave when a layer begins; None: no such limit."""
+        """Bytes allocated above which the oldest saved tensors are offloaded when a layer begins; None: no limit."""
         self.armed = False
         self.storages = SavedStorages(smallest, self.counts)
         self.pager = Pager(optimizers, smallest, self.storages.lock, self.counts)
-        self._retry = Retry(self, multiple)
-        self._hooks = self.storages.pack
-        """What is on torch's stack of hooks."""
+        self._mode = RetryMode(self, multiple)
+        self._pack = self.storages.pack
+        """The pack hook that is on torch's stack: a bound method is another object each time."""
         self._inside = self._spoilt = self._agreed = False
         self._scalers: WeakSet[torch.amp.GradScaler] = WeakSet()
-        """Those that were seen to work for these optimizers."""
+        """The scalers that were seen to work for these optimizers."""
         self._drawn: tuple[torch.Generator, ...] = ()
-        """Generators of their own that steps draw from."""
+        """Generators that steps draw from, other than torch's default ones."""
         self._foreign = ""
-        """An optimizer that stepped and is not one of ours."""
-        self._beginning: Beginning | None = None
+        """The class of an optimizer that stepped and was not passed to us."""
+        self._snapshot: StepSnapshot | None = None
         self._ceiling: int | None = None
-        """A watermark for a step that is begun anew."""
+        """The watermark of a step that is retried."""
         self._needed = 0
-        """What an operator, for which no more room could be made, would have brought the allocated bytes to."""
+        """Bytes that would have been allocated, had there been room for the operator that failed for good."""
         self._changing: frozenset[str] | None = None
+        """The buffers that steps change; None before the first step has ended."""
         self._handles: list[Handle] = []
         try:
             self._layers = find_layers(model, layers).modules
         except ModelError:
             if layers is not None:
                 raise
-            self._layers = ()  # a watermark has no place to act then
+            self._layers = ()  # then the watermark does nothing
         self._on_layers: list[Any] = []
         self._on_optimizers = [
             hook
@@ -127,65 +127,66 @@ class Rescue:
     # What a user calls.
 
     def run(self, step: Callable[[], T], around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> T:
-        """Run a step; where nothing else helps, run it again from its start. ``around`` is around each attempt."""
-        beginning = self._beginning = Beginning(self.model, self.optimizers, self._changing, self._drawn)
-        self._retry.wrote, self._foreign = False, ""
-        watch = register_optimizer_step_pre_hook(self._any_optimizer_steps)
+        """Run a step and return what it returns; if nothing else helps on OOM, restore the model and retry it.
+
+        ``around`` makes a context for each attempt. RescueError if the step cannot be retried, or never fits.
+        """
+        snapshot = self._snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn)
+        self._mode.wrote, self._foreign = False, ""
+        hook = register_optimizer_step_pre_hook(self._any_optimizer_steps)
         why = ""
         try:
             for _ in range(ATTEMPTS):
                 try:
-                    with around(), self._watching():
+                    with around(), self.watching():
                         result = step()
-                    changed = beginning.changed(compared=self._changing is None)
+                    changed = snapshot.changed(compared=self._changing is None)
                     self._changing = (self._changing or frozenset()) | changed
                     if self.armed:
-                        self._drawn = tuple(beginning.own[key][0] for key in beginning.drawn)
+                        self._drawn = tuple(snapshot.generators[key][0] for key in snapshot.drawn)
                     return result
-                except (Repeat, RuntimeError) as error:
-                    cause = _want_of_memory(error)
+                except (RetryStep, RuntimeError) as error:
+                    cause = _out_of_memory_cause(error)
                     if cause is None:
                         raise
                     why = str(cause)
-                    if not isinstance(cause, Repeat):
+                    if not isinstance(cause, RetryStep):
                         missing = missing_bytes(cause)
                         self.counts.lack(missing)
                         why = f"{format_bytes(missing)} were missing"
                         if self.ranks > 1:
                             raise RescueError(self._alone(why)) from error
-                    del cause  # it holds what the step had made
-                self._prepare_to_repeat(beginning, why)
+                    del cause  # its traceback holds what the step has made
+                self._prepare_to_retry(snapshot, why)
         finally:
-            watch.remove()
-            self._ceiling = self._beginning = None
+            hook.remove()
+            self._ceiling = self._snapshot = None
         least = f"; at least {format_bytes(self._needed)} are needed, and maybe more further on" if self._needed else ""
         raise RescueError(
-            f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with everything on the"
-            f" host that could leave{least}; make the batch smaller, or share the model among more devices"
+            f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with everything"
+            f" offloaded that can be{least}; make the batch smaller, or shard the model over more devices"
         )
 
     def _alone(self, why: str) -> str:
-        """What to say where one of several ranks cannot go on."""
+        """The error message where one of several ranks cannot go on."""
         if self.armed:
-            return f"{why} on this rank, nothing was left to send to the host, and a rank cannot repeat a step alone"
-        return f"{why} on this rank, and a rank cannot repeat a step alone; call arm() on all ranks before the step"
+            return f"{why} on this rank, nothing is left to offload, and a rank cannot retry a step alone"
+        return f"{why} on this rank, and a rank cannot retry a step alone; call arm() on all ranks before the step"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch over all that runs inside, without the third line of defence: a spoilt step is a RescueError."""
-        with self._watching():
-            yield
+        """Watch for OOM in everything that runs inside. Without the third line of defence: :meth:`run` has that.
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
+        RescueError where the step would have to be retried.
+        """
         self._inside, self._spoilt, self._agreed = True, False, False
         try:
             self.settle()
             if self.armed:
                 known = [*self.model.parameters(), *self.model.buffers()]
                 self.storages.static = frozenset(storage_key(one) for one in known)
-                self._retry.on()
-                insert_saved_tensors_hooks(self._hooks, unpack)
+                self._mode.on()
+                insert_saved_tensors_hooks(self._pack, unpack)
                 for layer in self._layers:
                     self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
                 for handle in self._handles:  # its hooks are the inner ones
@@ -197,10 +198,10 @@ class Rescue:
             take_back([self.end_step])
 
     def end_step(self) -> None:
-        """Take off what is on for a step; nothing if none runs. An interrupt may have left some of it."""
+        """Take off the modes and hooks of a step; an interrupt may have left some on. No-op if no step runs."""
         for handle in self._handles:
             handle.manager.keep = None
-        remove_saved_tensors_hooks(self._hooks)
+        remove_saved_tensors_hooks(self._pack)
         take_back(hook.remove for hook in self._on_layers)
         self._on_layers.clear()
         self._inside, self.pager.stepping = False, None
@@ -208,90 +209,65 @@ class Rescue:
         self.settle()
 
     def follow(self, handle: Handle) -> None:
-        """What a Policy keeps can leave as well."""
+        """Let what an applied Policy keeps be offloaded too."""
         self._handles.append(handle)
         if self._inside and self.armed:
             handle.manager.keep = self.storages.pack
 
     def unfollow(self, handle: Handle) -> None:
-        """The Policy is no longer at work."""
+        """The Policy is about to be removed."""
         self._handles.remove(handle)
         handle.manager.keep = None
 
     def arm(self) -> None:
-        """From the next step on, hold what is saved by handles and watch every operator. On all ranks, or on none."""
+        """From the next step on, watch every saved tensor and every operator. Call it on all ranks, or on none."""
         self.armed = True
 
     def disarm(self) -> None:
         """From the next step on, watch only the optimizer."""
         self.armed = False
 
-    def seconds_per_operator(self, calls: int = 100) -> float:
-        """What watching an operator costs on the host, tried out here and now; 0 if that cannot be told."""
-        if self._inside or self.pager.away:
-            return 0.0
-        one = torch.empty(1, device="cpu")
-
-        def seconds() -> float:
-            begin = perf_counter()
-            for _ in range(calls):
-                one.detach()
-            return (perf_counter() - begin) / calls
-
-        plain = min(seconds() for _ in range(3))
-        try:
-            self._retry.on()
-            watched = min(seconds() for _ in range(3))
-        finally:
-            self._retry.off()
-        return max(0.0, watched - plain)
+    def seconds_per_operator(self) -> float:
+        """What watching an operator costs on the host, measured now; 0 if it cannot be measured now."""
+        return 0.0 if self._inside or self.pager.paged_out else self._mode.seconds_per_operator()
 
     def settle(self) -> bool:
-        """Bring back what is paged out; whether there was room for it all. The mode stays on if not."""
-        done = not self.pager.away or self.pager.page_in_all()
+        """Page in what is paged out; whether there was room for it all. The mode stays on if not."""
+        done = not self.pager.paged_out or self.pager.page_in_all()
         if done and not (self._inside and self.armed):
-            self._retry.off()
+            self._mode.off()
         return done
 
     def remove(self) -> None:
-        """Leave the model and the optimizers as they were.
+        """Restore the model and the optimizers.
 
-        RescueError if there is no room on the device for all of them: what is still on the host then comes back when it
-        is read, as in a step, and ``remove()`` can be called again when there is.
+        RescueError if the device has no room for all of their storages: those still on the host are paged in when they
+        are read, as in a step, and ``remove()`` can be called again when there is room.
         """
         self.disarm()
         self.end_step()
-        if self.pager.away:
+        if self.pager.paged_out:
             self.storages.evict(float("inf"))
             gc.collect()
             torch.accelerator.empty_cache()
             if not self.settle():
-                raise RescueError(f"{self._away()}; free memory of the device and call remove() again")
+                raise RescueError(
+                    f"{self.pager.stranded(self.model)}; free memory of the device and call remove() again"
+                )
         for hook in [*self._on_optimizers, *self._on_model]:
             hook.remove()
 
-    def _away(self) -> str:
-        """What is on the host, and cannot be brought back."""
-        away = self.pager.away
-        size = format_bytes(sum(one.host.nbytes for one in away.values()))
-        names = [name for name, one in self.model.named_parameters() if storage_key(one) in away]
-        some = f", among them {', '.join(names[:3])}{', …' if len(names) > 3 else ''}," if names else ""
-        return (
-            f"{len(away)} parameters, gradients or optimizer states ({size}){some} are on the host, and there is no"
-            " room on the device to bring them back"
-        )
-
-    # What the mode asks for.
+    # What the mode calls.
 
     def make_room(self, wanted: float, touched: set[int]) -> int:
-        """Free so many bytes, none of the storages ``touched``; how many are free now."""
+        """Free so many bytes, of storages other than ``touched``; how many were freed."""
         freed = self.storages.evict(wanted)
         if freed < wanted:
             freed += self.pager.page_out(wanted - freed, touched)
         return freed
 
     def spoil(self, operator: str) -> None:
-        """An operator may have written a part of what it writes."""
+        """An operator failed and may have written a part of its target. Raises where the step can be retried now."""
         self._spoilt = True
         reason = f"{operator} ran out of memory and may have written"
         self.counts.note(reason)
@@ -301,39 +277,39 @@ class Rescue:
             raise self._request(reason)
 
     def _request(self, reason: str) -> Exception:
-        """What is raised through a step that is spoilt."""
-        if self._beginning is not None:
-            return Repeat(reason)
+        """The exception that ends a spoilt step."""
+        if self._snapshot is not None:
+            return RetryStep(reason)
         return RescueError(
-            f"{reason}: the step is spoilt, and nobody can repeat a step of your own loop; give whole steps to"
+            f"{reason}: the step is spoilt, and a step of your own loop cannot be retried; give whole steps to"
             " run.step(...), or leave more memory"
         )
 
     def drawn_from(self, generators: RandomState) -> None:
         """An operator is about to draw random numbers."""
-        if self._beginning is not None:
-            self._beginning.drawn_from(generators)
+        if self._snapshot is not None:
+            self._snapshot.drawn_from(generators)
 
     def unscaled(self) -> None:
-        """A GradScaler is about to unscale gradients, or to let an optimizer step."""
+        """A GradScaler may be about to unscale gradients, or to step an optimizer: note which."""
         scaler = calling_scaler()
         if scaler is not None:
             self._scalers.add(scaler)
 
     def give_up(self, operator: str, missing: int) -> None:
-        """There is no more room to be made for an operator: should the step be repeated, leave more room before it."""
+        """No more room can be made for an operator: if the step is retried, leave more room before it."""
         allocated = torch.accelerator.memory_allocated()
         self._ceiling = max(0, min(allocated, self._ceiling or allocated) - 2 * missing)
         self._needed = allocated + missing
-        self.counts.note(f"{operator} lacked {format_bytes(missing)}, and nothing was left to send away")
-        if self._inside and self._beginning is None:
+        self.counts.note(f"{operator} lacked {format_bytes(missing)}, and nothing was left to offload")
+        if self._inside and self._snapshot is None:
             raise RescueError(
                 f"{operator} lacked {format_bytes(missing)}, and nothing is left to offload; at least"
-                f" {format_bytes(self._needed)} are needed; give whole steps to run.step(...), which can repeat them"
-                " with more room, make the batch smaller, or share the model among more devices"
+                f" {format_bytes(self._needed)} are needed; give whole steps to run.step(...), which can retry them"
+                " with more room, make the batch smaller, or shard the model over more devices"
             )
 
-    # Where it acts.
+    # Hooks.
 
     def _before_layer(self, layer: nn.Module, args: Any) -> None:
         limits = [limit for limit in (self.watermark, self._ceiling) if limit is not None]
@@ -342,18 +318,18 @@ class Rescue:
         excess = torch.accelerator.memory_allocated() - min(limits)
         if excess > 0 and (freed := self.storages.evict(excess)):
             self.counts.watermark += 1
-            self.counts.note(f"{format_bytes(excess)} above the watermark: {format_bytes(freed)} left")
+            self.counts.note(f"{format_bytes(excess)} above the watermark: {format_bytes(freed)} offloaded")
 
     def _model_begins(self, model: nn.Module, args: Any) -> None:
-        if self._beginning is not None:
-            self._beginning.look_at_gradients()
+        if self._snapshot is not None:
+            self._snapshot.look_at_gradients()
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        beginning = self._beginning
-        if beginning is not None and beginning.kept:
+        snapshot = self._snapshot
+        if snapshot is not None and snapshot.kept:
             for tensor in tensors_of(output):
-                if tensor.requires_grad:  # where backward begins, gradients of the step before have been dropped
-                    tensor.register_hook(lambda _: beginning.look_at_gradients())  # type: ignore[no-untyped-call]
+                if tensor.requires_grad:  # when backward begins, the last step's gradients have been dropped
+                    tensor.register_hook(lambda _: snapshot.look_at_gradients())  # type: ignore[no-untyped-call]
 
     def _any_optimizer_steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not any(optimizer is one for one in self.optimizers):
@@ -366,7 +342,7 @@ class Rescue:
             return None
 
         def closed() -> Any:
-            # The step's forward and backward, or one of several: the optimizer has not begun, or rests meanwhile.
+            # The step's forward and backward, or one of several: the optimizer has not begun, or waits.
             self.pager.stepping = None
             result = closure()
             self._optimizer_begins(optimizer)
@@ -380,19 +356,19 @@ class Rescue:
         if not self._inside:
             return
         self.unscaled()
-        if current_backward() != -1:  # on autograd's thread, where a mode would not last: it is not watched
-            self._retry.wrote = True
+        if current_backward() != -1:  # on autograd's thread, where a mode would not last: it runs unwatched
+            self._mode.wrote = True
             return
         if not self._agreed:
             self._agree()
-        if self._beginning is not None:
-            self._beginning.optimizer_begins(optimizer)
+        if self._snapshot is not None:
+            self._snapshot.optimizer_begins(optimizer)
         self.pager.stepping = optimizer
-        self._retry.on()
+        self._mode.on()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside:
-            self._retry.wrote = True  # kernels that are not torch's write without being seen
+            self._mode.wrote = True  # kernels that are not torch's write unseen
             if self.pager.stepping is not None:
                 self.pager.stepping = None
                 self.pager.made.clear()
@@ -400,10 +376,10 @@ class Rescue:
 
     def _before_saving(self, *_: Any) -> None:
         if not self.settle():
-            raise RescueError(f"{self._away()}, so they cannot be saved now; leave more memory")
+            raise RescueError(f"{self.pager.stranded(self.model)}, so they cannot be saved now; leave more memory")
 
     def _agree(self) -> None:
-        """Begin the step anew if it is spoilt on any rank. All ranks come here at the same place."""
+        """Retry the step if it is spoilt on any rank. All ranks call this at the same point of a step."""
         if self.ranks == 1 or not self.armed:
             return
         self._agreed = True
@@ -412,27 +388,27 @@ class Rescue:
         if spoilt.item():
             raise self._request("an operator of a rank ran out of memory and may have written")
 
-    def _prepare_to_repeat(self, beginning: Beginning, why: str) -> None:
+    def _prepare_to_retry(self, snapshot: StepSnapshot, why: str) -> None:
         if self._foreign:
             raise RescueError(
-                f"{why}, and the step cannot be repeated: {self._foreign} has stepped in it, which lowtide was not told"
-                " of; pass every optimizer of the step: adapt(model, [first, second])"
+                f"{why}, and the step cannot be retried: {self._foreign} has stepped in it, which was not passed to"
+                " lowtide; pass every optimizer of the step: adapt(model, [first, second])"
             )
-        if self._retry.wrote:
+        if self._mode.wrote:
             raise RescueError(
-                f"{why} after the optimizer had begun to change parameters, so the step cannot be repeated; leave more"
+                f"{why} after the optimizer had begun to change parameters, so the step cannot be retried; leave more"
                 " memory for the optimizer's step"
             )
         gc.collect()
         torch.accelerator.empty_cache()
-        beginning.restore(self._scalers)
+        snapshot.restore(self._scalers)
         self.arm()
-        self.counts.repeated += 1
-        self.counts.note(f"the step was begun anew: {why}")
+        self.counts.retried_steps += 1
+        self.counts.note(f"the step was retried: {why}")
 
 
-def _want_of_memory(error: BaseException | None) -> BaseException | None:
-    """The error, or the one that it came from, that is about memory; others wrap it, such as a pipeline's stage."""
-    while error is not None and not isinstance(error, Repeat) and not is_out_of_memory(error):
+def _out_of_memory_cause(error: BaseException | None) -> BaseException | None:
+    """The error, or a cause of it, that asks for a retry or is an OOM; others wrap it, such as a pipeline's stage."""
+    while error is not None and not isinstance(error, RetryStep) and not is_out_of_memory(error):
         error = error.__cause__
     return error

@@ -1,27 +1,30 @@
-"""Catch an operator that runs out of memory, make room, and run it again.
+"""Catch an operator that runs out of memory, make room, and retry it.
 
-[Note: repeating an operator]
+[Note: retrying an operator]
 A dispatch mode sees every kernel below autograd, in forward and in backward, on autograd's threads too. When a kernel
-is out of memory nothing that it made is left, and it can be run again, if
+runs out of memory nothing that it made is left, and it can be retried, if
 
 - it drew no random numbers: the generators are noted before a random operator, and before one that is not torch's own;
-- it wrote nothing: an operator that only makes new tensors, or writes all over its target whatever was there, is
-  repeated as it is. One that changes its target may have changed a part of it. In a single process the step is begun
-  anew at once. With others the operator is repeated all the same, so that this rank goes on in step with them, the step
-  counts as spoilt, and all begin it anew together before the optimizer uses what came out of it;
-- it is no collective: the others may have taken part already. What it fills is allocated before, by whoever calls it.
-  The functional ones allocate what they give back themselves, before anything is sent: these are repeated.
+- it wrote nothing: an operator that only makes new tensors, or overwrites its target whatever was in it, is simply
+  retried. One that reads and writes its target may have written a part of it. In a single process the whole step is
+  then retried immediately. With other ranks the operator is retried nevertheless, so that this rank issues the same
+  collectives as they do, the step counts as spoilt, and all ranks retry it together before the optimizer uses its
+  results;
+- it is not a collective: other ranks may have taken part already. What a collective fills is allocated before, by its
+  caller. The functional ones allocate their results themselves, before anything is sent: these are retried.
 
-FSDP makes room for gathered parameters by resizing storages, which is no kernel: that is watched apart.
+FSDP makes room for gathered parameters by resizing storages, which is not a kernel: resizing is intercepted separately.
 
-A tensor subclass takes itself apart first; its plain tensors come here. Inside the handler the mode is off.
+A tensor subclass is taken apart first, and its plain tensors arrive here. Inside the handler the mode is off.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,41 +38,21 @@ from lowtide._torch_private.modes import (
 from lowtide._torch_private.storages import resize_watchers
 from lowtide._torch_private.subclasses import PLAIN
 from lowtide._torch_private.versions import WRITES_UNCOUNTED, written_arguments
-from lowtide.adaptive.counts import Counts
-from lowtide.adaptive.paging import Pager, touched_by
+from lowtide.adaptive.paging import touched_by
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.formulas import Formulas, has_two_formulas
 from lowtide.out_of_memory import is_out_of_memory, missing_bytes
 from lowtide.runtime.randomness import RandomState, default_generators
 from lowtide.units import format_bytes
 
-__all__ = ["Defence", "Retry"]
+if TYPE_CHECKING:
+    from lowtide.adaptive.rescue import Rescue
+
+__all__ = ["RetryMode"]
 
 
-class Defence(Protocol):
-    """What the mode asks for when an operator has failed."""
-
-    counts: Counts
-    pager: Pager
-
-    def make_room(self, wanted: float, touched: set[int]) -> int:
-        """Free so many bytes, none of the storages ``touched``; how many are free now."""
-
-    def spoil(self, operator: str) -> None:
-        """An operator may have written a part of what it writes. Raises where the step can be repeated at once."""
-
-    def give_up(self, operator: str, missing: int) -> None:
-        """There is no more room to be made for an operator."""
-
-    def drawn_from(self, generators: RandomState) -> None:
-        """An operator is about to draw random numbers."""
-
-    def unscaled(self) -> None:
-        """A GradScaler is about to unscale gradients."""
-
-
-class _Nature(NamedTuple):
-    """What has to be known of an operator, in order to repeat it."""
+class _Traits(NamedTuple):
+    """What has to be known of an operator before it can be retried."""
 
     random: bool
     """Whether it may draw random numbers."""
@@ -79,43 +62,62 @@ class _Nature(NamedTuple):
     """Whether it writes into an argument."""
     overwrites: bool
     """Whether it does not read what it writes into."""
-    in_parts: bool
-    """Whether it does the same to each tensor of its lists."""
+    per_tensor: bool
+    """Whether it does the same to each tensor of its lists, so that it can be split."""
     two_formulas: bool = False
-    """Whether its backward is another one under a mode."""
+    """Whether its backward uses another formula under a mode."""
     unscales: bool = False
     """Whether a GradScaler unscales gradients by it."""
     simple: bool = False
     """Whether it only makes new tensors, out of nothing but its arguments."""
 
 
-class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Repeats operators that ran out of memory. See [Note: repeating an operator]."""
+class RetryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Retries operators that ran out of memory. See [Note: retrying an operator]."""
 
-    def __init__(self, defence: Defence, multiple: float) -> None:
+    def __init__(self, rescue: Rescue, multiple: float) -> None:
+        """``multiple``: how many times the missing bytes are freed before a retry."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.defence, self.multiple = defence, multiple
-        self.natures: dict[int, _Nature] = {}
-        """By operator; operators are there for good, and hashing one takes longer than its address."""
+        self.rescue, self.multiple = rescue, multiple
+        self.traits: dict[int, _Traits] = {}
+        """By the operator's id: operators live forever, and hashing one takes longer."""
         self.wrote = False
         """Whether an optimizer's step has begun to write."""
         self.formulas = Formulas(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it costs as much as all the rest here, and where the mode is on nothing is compiled
+        return False  # asking takes as long as the rest of the handler, and nothing is compiled while the mode is on
 
     def on(self) -> None:
-        """Watch operators, at the bottom of the modes, and storages that are resized."""
+        """Intercept operators, at the bottom of the mode stack, and the resizing of storages."""
         if not any(one is self for one in dispatch_modes_on()):
             resize_watchers.add(self._resize)
             insert_dispatch_mode(self)
 
     def off(self) -> None:
-        """Watch no longer; nothing if we did not."""
+        """Intercept nothing; no-op if the mode is off."""
         remove_dispatch_mode(self)
         resize_watchers.remove(self._resize)
         self.formulas.settle()
+
+    def seconds_per_operator(self, calls: int = 100) -> float:
+        """What the mode costs on the host for each operator, measured now, while it is off."""
+        one = torch.empty(1, device="cpu")
+
+        def seconds() -> float:
+            begin = perf_counter()
+            for _ in range(calls):
+                one.detach()
+            return (perf_counter() - begin) / calls
+
+        plain = min(seconds() for _ in range(3))
+        try:
+            self.on()
+            watched = min(seconds() for _ in range(3))
+        finally:
+            self.off()
+        return max(0.0, watched - plain)
 
     def _resize(self, resize: Callable[[Any, int], Any], storage: Any, size: int) -> Any:
         try:
@@ -124,9 +126,9 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)
-        nature = _Nature(random=False, collective=False, writes=False, overwrites=False, in_parts=False)
-        call = _Call(resize, (storage, size), {}, nature, {storage._cdata})
-        self._again(call, None, failure)
+        traits = _Traits(random=False, collective=False, writes=False, overwrites=False, per_tensor=False)
+        call = _Call(resize, (storage, size), {}, traits, {storage._cdata})
+        self._retry(call, None, failure)
         return call.result
 
     def __torch_dispatch__(
@@ -135,122 +137,112 @@ class Retry(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and not _PLAIN.issuperset(types):
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
                 return NotImplemented
-            return func(*args, **(kwargs or {}))  # imagined tensors, by which DTensor finds out about shapes
+            return func(*args, **(kwargs or {}))  # fake tensors, by which DTensor propagates shapes
         if self.formulas.results:
             self.formulas.settle()
-        nature = self.natures.get(id(func)) or self._learn(func)
-        pager = self.defence.pager
-        if nature.simple and not pager.away and pager.stepping is None:
-            try:  # the usual way, which has to be short
+        traits = self.traits.get(id(func)) or self.traits.setdefault(id(func), _traits(func))
+        pager = self.rescue.pager
+        if traits.simple and not pager.paged_out and pager.stepping is None:
+            try:  # the common case, which has to be fast
                 return func(*args, **(kwargs or {}))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 failure: RuntimeError | None = error.with_traceback(None)
-            call, generators = _Call(func, args, kwargs or {}, nature), None
+            call, generators = _Call(func, args, kwargs or {}, traits), None
         else:
-            call = _Call(func, args, kwargs or {}, nature)
-            generators = call.random_state() if nature.random else None
+            call = _Call(func, args, kwargs or {}, traits)
+            generators = call.random_state() if traits.random else None
             if generators is not None:
-                self.defence.drawn_from(generators)
-            if nature.unscales:
-                self.defence.unscaled()
+                self.rescue.drawn_from(generators)
+            if traits.unscales:
+                self.rescue.unscaled()
             failure = self._run(call)
         if failure is not None:
-            self._again(call, generators, failure)
+            self._retry(call, generators, failure)
         if pager.stepping is not None:
-            self.wrote |= nature.writes
+            self.wrote |= traits.writes
             pager.note(call.result)
-        if nature.two_formulas:
+        if traits.two_formulas:
             self.formulas.note(call.result)
         return call.result
 
-    def _learn(self, func: Any) -> _Nature:
-        nature = self.natures[id(func)] = _nature(func)
-        return nature
-
     def _run(self, call: _Call) -> RuntimeError | None:
-        """Run an operator once; what it raised for want of memory, if it did."""
-        pager, begun = self.defence.pager, False
+        """Run an operator once; the OOM error that it raised, or None."""
+        pager, begun = self.rescue.pager, False
         try:
-            if pager.away:
-                pager.page_in(call.touched(), self.defence.make_room)
+            if pager.paged_out:
+                pager.page_in(call.touched(), self.rescue.make_room)
             begun = True
             call.result = call.func(*call.args, **call.kwargs)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or (begun and call.nature.collective):
+            if not is_out_of_memory(error) or (begun and call.traits.collective):
                 raise
-            failure = error.with_traceback(None)  # it holds what the operator was given
+            failure = error.with_traceback(None)  # a traceback holds the operator's arguments
         else:
             return None
-        if begun and call.nature.writes and _reads_its_target(call):
+        if begun and call.traits.writes and _reads_its_target(call):
             self.wrote |= pager.stepping is not None
-            self.defence.spoil(str(call.func))
+            self.rescue.spoil(str(call.func))
         return failure
 
-    def _again(self, call: _Call, generators: RandomState | None, failure: RuntimeError | None) -> None:
-        """Make room and run an operator again, until it succeeds or there is no more room to be made."""
-        defence, touched = self.defence, call.touched()
+    def _retry(self, call: _Call, generators: RandomState | None, failure: RuntimeError | None) -> None:
+        """Make room and run an operator again, until it succeeds. Raises when no more room can be made."""
+        rescue, touched = self.rescue, call.touched()
         freed, times, collected = 0, 1.0, False
         while failure is not None:
             missing = missing_bytes(failure)
-            defence.counts.lack(missing)
-            room = defence.make_room(missing * self.multiple * times, touched)
+            rescue.counts.lack(missing)
+            room = rescue.make_room(missing * self.multiple * times, touched)
             freed += room
             times *= 2  # more may be missing than the operator asked for
             if not room:
                 if call.parts > 1:
-                    self._in_parts(call)
+                    self._run_split(call)
                     return
                 if collected:
-                    defence.give_up(str(call.func), missing)
+                    rescue.give_up(str(call.func), missing)
                     raise failure
                 gc.collect()
                 collected = True
             if generators is not None:
                 generators.restore()
             failure = self._run(call)
-        defence.counts.retried += 1
-        defence.counts.note(f"{call.func} lacked {format_bytes(missing)}: {format_bytes(freed)} left")
+        rescue.counts.retried_operators += 1
+        rescue.counts.note(f"{call.func} lacked {format_bytes(missing)}: {format_bytes(freed)} offloaded")
 
-    def _in_parts(self, call: _Call) -> None:
-        """Run an operator on lists for one tensor after another; what others of the lists need may leave meanwhile."""
+    def _run_split(self, call: _Call) -> None:
+        """Run an operator on lists one tensor at a time, so that the lists' other tensors can be paged out."""
         results: list[Any] = []
         for part in call.split():
             failure = self._run(part)
             if failure is not None:
-                self._again(part, None, failure)
+                self._retry(part, None, failure)
             if part.result is not None:
                 results += part.result
-                self.defence.pager.note(part.result)
+                self.rescue.pager.note(part.result)
         call.result = results or None
 
 
+@dataclass(slots=True)
 class _Call:
     """One call of an operator."""
 
-    __slots__ = ("args", "func", "kwargs", "nature", "result", "storages")
-
-    def __init__(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        nature: _Nature,
-        storages: set[int] | None = None,
-    ) -> None:
-        self.func, self.args, self.kwargs, self.nature = func, args, kwargs, nature
-        self.storages = storages
-        self.result: Any = None
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    traits: _Traits
+    storages: set[int] | None = None
+    result: Any = None
 
     def touched(self) -> set[int]:
-        """The storages that it reads or writes."""
+        """The keys of the storages that it reads or writes."""
         if self.storages is None:
             self.storages = touched_by((self.args, self.kwargs))
         return self.storages
 
     def random_state(self) -> RandomState:
-        """The generators that it may draw from, before it does."""
+        """The states of the generators that it may draw from."""
         given = [*self.args, *self.kwargs.values()]
         named = [one for one in given if isinstance(one, torch.Generator)]
         devices = [one for one in given if type(one) is torch.device]
@@ -258,11 +250,11 @@ class _Call:
 
     @property
     def parts(self) -> int:
-        """How many calls with a tensor of each list give the same; 1 if it is not an operator on lists."""
-        return len(self.args[0]) if self.nature.in_parts and isinstance(self.args[0], list | tuple) else 1
+        """How many calls it can be split into; 1 if it is not an operator on lists."""
+        return len(self.args[0]) if self.traits.per_tensor and isinstance(self.args[0], list | tuple) else 1
 
     def split(self) -> list[_Call]:
-        """These calls."""
+        """The calls with one tensor of each list."""
         count = self.parts
 
         def part(value: Any, index: int) -> Any:
@@ -273,7 +265,7 @@ class _Call:
                 self.func,
                 tuple(part(value, index) for value in self.args),
                 {name: part(value, index) for name, value in self.kwargs.items()},
-                self.nature,
+                self.traits,
             )
             for index in range(count)
         ]
@@ -282,20 +274,20 @@ class _Call:
 _PLAIN = frozenset(PLAIN)
 
 
-def _nature(func: Any) -> _Nature:
+def _traits(func: Any) -> _Traits:
     space, name = func._schema.name.split("::")
     written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    nature = _Nature(
+    traits = _Traits(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
         collective=space in COLLECTIVE_NAMESPACES and (space != "_c10d_functional" or bool(written)),
         writes=bool(written) or func._schema.name in WRITES_UNCOUNTED,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
-        in_parts=name.startswith("_foreach_"),
+        per_tensor=name.startswith("_foreach_"),
         two_formulas=has_two_formulas(func),
         unscales=name == "_amp_foreach_non_finite_check_and_unscale_",
     )
-    return nature._replace(
-        simple=not (nature.random or nature.collective or nature.writes or nature.two_formulas or nature.unscales)
+    return traits._replace(
+        simple=not (traits.random or traits.collective or traits.writes or traits.two_formulas or traits.unscales)
     )
 
 
@@ -307,8 +299,8 @@ _OVERWRITING = {
 
 
 def _reads_its_target(call: _Call) -> bool:
-    """Whether an operator that writes gives another result if it is repeated after it wrote a part."""
-    if not call.nature.overwrites:
+    """Whether a retry of an operator that has written a part of its target gives another result."""
+    if not call.traits.overwrites:
         return True
     written = _flat(written_arguments(call.func, call.args, call.kwargs))
     targets = {id(one) for one in written}

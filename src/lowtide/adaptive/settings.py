@@ -1,4 +1,4 @@
-"""What a person may say about the adaptive mode, and the MindSpeed guide's rules for it. No torch here."""
+"""The settings of the adaptive mode, and the MindSpeed guide's rules for reading them. No torch here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lowtide.units import format_bytes
 __all__ = ["PROFILING_STEPS", "AdaptSettings", "ReadSettings", "profiling_warnings", "read_settings"]
 
 PROFILING_STEPS = 10
-"""Steps that are measured before the plan is made."""
+"""Steps before the plan is made."""
 FEW_STEPS = 5
-"""Measuring fewer steps than this is warned of."""
+"""Profiling fewer steps than this gives a warning."""
 LARGEST_SHARE = 10
-"""Measuring more than one step in so many is warned of."""
+"""Profiling more than one step in so many gives a warning."""
 SMALLEST_TENSOR = 1024
-"""Bytes; the rescue never sends away less, whatever the environment says."""
+"""Bytes; the rescue never offloads smaller tensors, whatever the environment says."""
 MEGABYTE = 2**20
 """The guide's MB: torch_npu and Megatron count memory in these."""
 
@@ -29,34 +29,34 @@ class AdaptSettings:
     """How a run adapts itself to its memory."""
 
     profiling_steps: int = PROFILING_STEPS
-    """Steps under a safe Policy, in which the run is measured."""
+    """Steps before the plan, under a safe Policy or profiled."""
     budget: int | None = None
-    """Bytes of the device that the plan may fill; None: the device's memory less a measured margin. It bounds the plan
-    and is no capacity: if nothing fits, everything is recomputed."""
+    """Bytes of the device that the plan may fill; None: the device's memory less a measured margin. It bounds the plan,
+    not the device: if nothing fits, everything is recomputed."""
     rescue: bool = True
-    """Whether tensors are sent to the host, and operators and steps repeated, where an allocation fails."""
+    """Whether on OOM tensors are offloaded and operators and steps are retried."""
     swap: bool = True
     """Whether the plan may swap."""
     smallest: int = SMALLEST_TENSOR
-    """Bytes; smaller tensors are never sent away by the rescue."""
+    """Bytes; the rescue never offloads smaller tensors."""
     multiple: float = 1.0
-    """How many times the bytes that were missing the rescue sends away."""
+    """How many times the missing bytes the rescue offloads."""
     error: float = 0.05
-    """How far a step's memory may be above what was planned, as a share, before a new plan is made."""
+    """How far a step's memory may be above its plan, as a share, before the run is re-planned."""
     replan_every: int = 20
-    """Steps between two plans. The first new plans may come sooner: a plan that was wrong is replaced after two steps,
-    and each time after twice as many, until it is this."""
+    """Steps between two plans. The first re-plans may come sooner: a wrong plan is replaced after two steps, the next
+    after twice as many, and so on up to this."""
     verbose: bool = True
-    """Whether what is decided is printed."""
+    """Whether decisions are printed."""
 
 
 class ReadSettings(NamedTuple):
-    """What was said, understood."""
+    """The settings that were read, with warnings."""
 
     settings: AdaptSettings | None
-    """None where nothing asks for the adaptive mode."""
+    """None where the adaptive mode is off."""
     warnings: tuple[str, ...]
-    """What was not as it should be, and what is used instead."""
+    """Each names a value that cannot be used, and the one that is used instead."""
 
 
 def read_settings(
@@ -70,7 +70,7 @@ def read_settings(
     steps: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> ReadSettings:
-    """Read the settings by the guide's rules: a value that cannot be used is warned of, and its default is used.
+    """Read the settings by the guide's rules: a value that cannot be used gives a warning and the default.
 
     The mode is on with ``device_swap``, and then rescues; with a ``device_size`` (MB) above zero, and then does not,
     unless ``device_swap`` says so too; or with a ``budget`` (bytes, or ``"auto"``), and then rescues unless
@@ -100,7 +100,7 @@ def read_settings(
         asked = device_memory
     rescue = device_swap if device_swap is not None else budget is not None
     smallest, multiple = SMALLEST_TENSOR, 1.0
-    if rescue:  # the guide's variables belong to the rescue; without it they are nobody's business
+    if rescue:  # the guide's variables are the rescue's; without it they are ignored
         smallest = int(_at_least(SMALLEST_TENSOR, "MIN_SWAP_TENSOR_SIZE", environment, warnings, whole=True))
         multiple = _at_least(1.0, "SWAP_SIZE_MULTIPLE", environment, warnings)
     return ReadSettings(
@@ -117,7 +117,7 @@ def read_settings(
 
 
 def profiling_warnings(profiling_steps: int, steps: int) -> tuple[str, ...]:
-    """What to say of measuring so many steps of a run of ``steps``; training is the same whatever is said.
+    """Warnings about profiling so many steps of a run of ``steps``; they do not change the run.
 
     >>> profiling_warnings(10, 50)
     ('profiling step 10 is more than a tenth of all 50 steps: the plan serves only the rest',)
@@ -144,7 +144,7 @@ def _profiling_steps(asked: int | None, warnings: list[str]) -> int:
 def _at_least(
     least: float, name: str, environment: Mapping[str, str], warnings: list[str], *, whole: bool = False
 ) -> float:
-    """A variable's number, or ``least`` where it is unset, too small, or no number; the latter two are warned of."""
+    """A variable's number, or ``least`` where it is unset, too small or not a number; the last two give a warning."""
     text = environment.get(name, "").strip()
     if not text:
         return least

@@ -1,11 +1,11 @@
-"""What a pipeline stage does around its layers, as a part of its first layer and of its last. No torch here.
+"""What a pipeline stage does around its layers, added to its first layer and to its last. No torch here.
 
 [Note: stage ends]
-A Trace of the whole model has what stands before its first layer and what stands after its last, and nothing between
-layers. A stage in the middle of a pipeline may do something there: FSDP gathers the parameters that are outside the
-layers before the first of them runs, and they are there until backward has ended. It belongs to the stage's outermost
-layers then. It is no operator of theirs: nothing is decided for it, and no checkpoint repeats it. What it saves for
-backward stays until backward has ended.
+A Trace of the whole model has a part before its first layer and a part after its last, and nothing between layers. A
+stage in the middle of a pipeline may do something there: FSDP gathers the parameters outside the layers before the
+first layer runs, and keeps them until backward has ended. This is added to the stage's outermost layers. It is not one
+of their operators: nothing is decided for it, and no checkpoint recomputes it. What it saves for backward stays until
+backward has ended.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class _End:
     ) -> None:
         self.layer, self.end = layer, end
         self.given = frozenset(given) - {None}
-        """What the stage was given or gives away: the pipeline holds it, and no event here is about that."""
+        """What the stage receives or sends: the pipeline holds it, so no event here frees it."""
         shared = {own: theirs for own, theirs in pairs if own is not None and theirs is not None}
         rest = [number for number in range(len(end.values)) if number not in shared]
-        self.numbers = shared | {number: len(layer.values) + place for place, number in enumerate(rest)}
+        self.numbers = shared | {number: len(layer.values) + index for index, number in enumerate(rest)}
         self.saved = {pack.value for pack in end.packs} - {-1}
 
     def events(self, events: Sequence[Event]) -> tuple[Event, ...]:
-        """Its events by the new numbers, without calls and what is saved."""
+        """Its events with the new numbers, without calls and saved tensors."""
         result: list[Event] = []
         for what, number in events:
             if what == "run":
@@ -85,7 +85,7 @@ class _End:
         return tuple(result)
 
     def added(self, **changed: tuple[Event, ...] | tuple[int, ...]) -> Part:
-        """The layer with its storages and kernels."""
+        """The layer with the storages and kernels of this end."""
         layer, end = self.layer, self.end
         own = {new: end.values[old] for old, new in self.numbers.items() if new >= len(layer.values)}
         saved = {self.numbers[number] for number in self.saved}
@@ -108,5 +108,5 @@ def _foreign(value: Value, *, held: bool) -> Value:
 
 
 def _of_its_own(static: Static) -> Static:
-    """Not the buffers: a simulated stage has the first one's already, the tables of positions."""
+    """Without buffers: a simulated stage has the first stage's already, the position tables."""
     return static._replace(buffers=())

@@ -1,4 +1,4 @@
-"""Which operator of a layer is running: follows the calls of leaf modules and of torch functions."""
+"""Which operator of a layer is running: tracks the calls of leaf modules and of torch functions."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors
 
 
 class Site(NamedTuple):
-    """Where in a layer an operator is called, so that this one call can be found again."""
+    """Where in a layer an operator is called, so that the same call is found in the next run."""
 
     module: str
     """The path of the leaf module, or of the innermost module that calls the function."""
     function: Any = None
     """The torch function; None for a call of a leaf module."""
     turn: int = 0
-    """Which call of the function it is while that module runs, all that it calls included."""
+    """Which call of the function it is while that module runs, calls inside its children included."""
 
 
 class CallListener(Protocol):
-    """Told about every call of an operator while a layer runs."""
+    """Notified of every call of an operator while a layer runs."""
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The layer is about to run."""
@@ -50,10 +50,10 @@ class CallListener(Protocol):
 
 
 class CallTracker:
-    """Follows a layer's modules, with a function mode while it runs, and tells a listener about every operator.
+    """Tracks a layer's modules, with a function mode while it runs, and notifies a listener of every operator.
 
-    It stands in each module's ``forward``, where decisions are carried out later as well: inside the module's own
-    hooks, such as those that gather sharded parameters or redistribute inputs.
+    It wraps each module's ``forward``, as the runtime does later: inside the module's own hooks, such as those that
+    gather sharded parameters or redistribute inputs.
 
     A leaf module's call is one operator, whatever it calls inside. A torch function called directly in the forward of
     another module is one too, named after the innermost module. The second call of a name is ``name_1``.
@@ -74,31 +74,31 @@ class CallTracker:
         self.name = ""
         """The operator that runs, while ``running`` is not None."""
         self.paused = False
-        """Whether what runs now is somebody else's: it is neither told of nor counted."""
+        """Whether another tracker's module runs, whose calls are neither reported nor counted."""
         self.mode: _Functions | None = None
         self.thread = 0
-        """Whose run is followed."""
+        """The thread whose run is tracked."""
         self.begun = False
-        """Whether the listener was told that the layer begins, and not yet that it ends."""
+        """Whether the listener was notified that the layer begins, and not yet that it ends."""
         self.wrappers = Wrappers()
 
     def attach(self) -> None:
-        """Start to follow the layer."""
+        """Wrap the layer's modules."""
         for module in self.paths:
-            self.wrappers.wrap(module, partial(self._follow, module))
+            self.wrappers.wrap(module, partial(self._track, module))
 
     def detach(self) -> None:
-        """Leave the layer as it was, also if its last run was interrupted."""
+        """Unwrap the layer's modules, also if the last run was interrupted."""
         self.wrappers.remove()
         if self.begun and not self.stack:
             self.end()
 
-    def _follow(self, module: nn.Module, forward: Function) -> Function:
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            # Called from outside the layer, or on another thread than the run that is followed.
+    def _track(self, module: nn.Module, forward: Function) -> Function:
+        def tracked(*args: Any, **kwargs: Any) -> Any:
+            # Called from outside the layer, or on another thread than the tracked run.
             if self.paused or (self.thread != get_ident() if self.stack else module is not self.layer):
                 return forward(*args, **kwargs)
-            if not self.stack and not torch.is_grad_enabled():  # nothing is saved, and some layers mind being followed
+            if not self.stack and not torch.is_grad_enabled():  # nothing is saved, and some layers do not allow modes
                 return forward(*args, **kwargs)
             depth, output, completed = len(self.stack), None, False
             try:
@@ -109,17 +109,17 @@ class CallTracker:
             finally:
                 try:
                     self._leave(depth, output, completed)
-                except BaseException:  # interrupted: it goes on from where it was
+                except BaseException:  # interrupted: finish what is left
                     self._leave(depth, output, False)
                     raise
 
-        return followed
+        return tracked
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.stack:
             self.counts.clear()
             self.begun = True
-            self.listener.layer_begins(args, kwargs)  # it may refuse
+            self.listener.layer_begins(args, kwargs)  # it may raise
             self.thread = get_ident()
             self.mode = _Functions(self)
             self.mode.__enter__()
@@ -131,7 +131,7 @@ class CallTracker:
             self.listener.call_begins(self.name, Site(self.names[module]), args, kwargs)
 
     def _leave(self, depth: int, output: Any, completed: bool) -> None:
-        """The module that was entered at ``depth`` has run, or raised, maybe before it was quite entered."""
+        """The module that was entered at ``depth`` has run, or raised, maybe before it was fully entered."""
         running = self.running
         if running is not None and (depth == 0 or running in self.stack[depth:]):
             self.running = None
@@ -142,7 +142,7 @@ class CallTracker:
             self.end(completed=completed)
 
     def end(self, *, completed: bool = False) -> None:
-        """Take off what is on while the layer runs; nothing if it does not."""
+        """Take off the mode of a run; no-op if none is on."""
         if self.mode is not None:
             remove_function_mode(self.mode)
             self.mode = None
@@ -150,7 +150,7 @@ class CallTracker:
         self.stack.clear()
         self.turns.clear()
         if self.begun:
-            self.listener.layer_ends(completed=completed)  # once more, if this is interrupted
+            self.listener.layer_ends(completed=completed)  # called again, if this is interrupted
             self.begun = False
 
     def _number(self, name: str) -> str:
@@ -238,7 +238,7 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 def _gather(value: Any, found: list[Tensor]) -> None:
-    # torch's own walk takes several microseconds a call, and this is asked for at every call of an operator
+    # torch's own tree walk takes several microseconds, and this runs at every call of an operator
     kind = type(value)
     if kind in _ATOMS:
         return
@@ -255,7 +255,7 @@ def _gather(value: Any, found: list[Tensor]) -> None:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any], leaves: tuple[type, ...]) -> Any:
-    """The same nesting of tuples, lists and mappings, with ``leaf`` of it in place of each value of a leaf class."""
+    """The same nesting of tuples, lists and mappings, with ``leaf(value)`` for each value of a class in ``leaves``."""
     kind = type(value)
     if kind in leaves:
         return leaf(value)

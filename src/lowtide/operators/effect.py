@@ -27,7 +27,7 @@ class SettingEffect(NamedTuple):
     """The operators that hold something, are recomputed due to it, and save nothing: what they are rebuilt from is as
     large as what they hold."""
     kept: tuple[str, ...]
-    """The operators that were to be recomputed due to it and are kept, since their call cannot be repeated."""
+    """The operators that were to be recomputed due to it and are kept, since their call cannot be replayed."""
 
 
 class Effect(NamedTuple):
@@ -62,7 +62,7 @@ def effect_of(resolution: Resolution, found: Survey) -> Effect:
 def freed_by_recompute(kind: LayerKind, names: Collection[str]) -> int:
     """The bytes that recomputing the operators ``names`` of one layer together frees.
 
-    What they hold, less what is held only to rebuild it. An operator whose call cannot be repeated is kept.
+    What they hold, less what is held only to rebuild it. An operator whose call cannot be replayed is kept.
     """
     chosen = {operator.name for operator in kind.operators if operator.name in names and operator.repeatable}
     dropped = _storages(kind, chosen)

@@ -1,7 +1,7 @@
 """Name tables of model families: what users of the MindSpore guides call the operators of a model.
 
 A layer is recognised by its structure, part by part, so that a family is a choice of parts: Llama, Qwen and Mistral are
-the attention and the gated feed-forward below; Mixtral has the same attention and experts in place of the latter.
+the attention and the gated feed-forward below; Mixtral has the same attention and experts instead of the latter.
 To add a family, add a :class:`Part` to ``PARTS``.
 """
 
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 def _shared_experts(module: str) -> Part:
-    """A gated feed-forward that all tokens go through, beside the experts that they are routed to."""
+    """A gated feed-forward that all tokens go through, next to the experts that they are routed to."""
     return Part(
         (f"{module}.act_fn", f"{module}.mul"),
         f"""

@@ -1,11 +1,11 @@
-"""Backward formulas that autograd replaces by others while a dispatch mode is on, and how they run without ours.
+"""Backward formulas that autograd replaces while a dispatch mode is on, and how to run them without ours.
 
 [Note: formulas under a mode]
-Some formulas have two forms: one for plain tensors, and one for tensor subclasses, which must not be written into. With
-any dispatch mode on, torch takes the second, and the last bits of a gradient may be others: of a product, of a minimum
-that several elements share, of the value that a mask was filled with. A mode that only looks on must not do that. So
-it notes the results of these operators, and before their nodes run in backward it takes itself off: torch sets modes
-anew for every node, so it is back for the next. What such a node does is not seen by the mode.
+Some backward formulas have two forms: one for plain tensors, and one for tensor subclasses, which must not be written
+into. With any dispatch mode on, torch takes the second, and the last bits of a gradient may differ: of a product, of a
+minimum that several elements share, of the value that a mask was filled with. A mode that only observes must not cause
+that. So it notes the results of these operators, and takes itself off before their nodes run in backward. Torch sets
+the modes again for every node, so it is on for the next. The mode does not see what such a node does.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["Formulas", "has_two_formulas"]
 
 
 class Formulas:
-    """The nodes that are to be run without a mode. See [Note: formulas under a mode]."""
+    """Runs the nodes of some operators without a mode. See [Note: formulas under a mode]."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         self.mode = mode
         self.results: list[Tensor] = []
-        """Of the last such operator: their nodes are known when it has ended."""
+        """Of the last such operator, which have no nodes until it has ended."""
 
     def note(self, result: Any) -> None:
-        """An operator with two formulas has made this."""
+        """An operator with two formulas has made these tensors."""
         self.results += tensors_of(result)
 
     def settle(self) -> None:
-        """The operator has ended."""
+        """The operator has ended: hook the nodes of its results."""
         results, self.results = self.results, []
         for tensor in results:
             node = tensor.grad_fn
@@ -45,7 +45,7 @@ class Formulas:
 
 
 def has_two_formulas(operator: Any) -> bool:
-    """Whether backward of an operator does something else under a mode."""
+    """Whether the backward of an operator uses another formula under a mode."""
     return operator.name() in _OPERATORS
 
 
@@ -58,4 +58,4 @@ _OPERATORS = frozenset(
         "aten::prod", "aten::prod.dim_int",
     }
 )  # fmt: skip
-"""A sweep over torch's own database of operators holds this to be complete."""
+"""A test sweeps torch's own database of operators for missing ones."""

@@ -28,7 +28,7 @@ class OperatorBytes(NamedTuple):
     random: bool
     """Whether it draws random numbers, which a rebuild has to draw again."""
     repeatable: bool
-    """Whether its call can be repeated: it wrote into none of its inputs, and nothing did afterwards."""
+    """Whether its call can be replayed: it wrote into none of its inputs, and nothing did afterwards."""
     consumers: tuple[str, ...]
     """The operators that read its value."""
 
@@ -67,16 +67,16 @@ class LayerKind(NamedTuple):
 
     @property
     def positions(self) -> list[int]:
-        """For each tensor that is saved, the place of the operator that saves it: what a prefetch counts in."""
-        places = {operator.name: place for place, operator in enumerate(self.operators)}
+        """For each saved tensor, the index of the operator that saves it: a prefetch counts in these."""
+        indices = {operator.name: index for index, operator in enumerate(self.operators)}
         positions: list[int] = []
-        for pack in self.packs:  # what only views or casts has no place of its own
-            positions.append(places.get(pack.operator, positions[-1] if positions else 0))
+        for pack in self.packs:  # calls that only view or cast are not operators
+            positions.append(indices.get(pack.operator, positions[-1] if positions else 0))
         return positions
 
 
 def layer_kind(layer: nn.Module, seen: Observation, *, held_elsewhere: Iterable[int] = ()) -> LayerKind:
-    """Sum up what one run of ``layer`` showed; ``held_elsewhere`` are storages that others hold for backward anyway."""
+    """Sum up what one run of ``layer`` showed; ``held_elsewhere`` are storages that other parts hold for backward."""
     names = list(dict.fromkeys(call.name for call in seen.calls if call.writes))
     consumers: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in seen.calls:

@@ -16,7 +16,7 @@ class Layers(NamedTuple):
     """The layers of a model, in order."""
 
     path: str
-    """Where they stand in the model: ``model.layers``."""
+    """The path of the module that holds them: ``model.layers``."""
     names: tuple[str, ...]
     """Each layer's full name: ``model.layers.0``."""
     modules: tuple[nn.Module, ...]

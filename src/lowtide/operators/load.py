@@ -120,6 +120,6 @@ def does_not_run(source: str, error: Exception) -> ModelError:
     """The error to raise where a model fails with fake tensors."""
     return ModelError(
         f"{source} does not run with fake tensors: {type(error).__name__}: {str(error).rstrip('.')}.\n"
-        "A model whose way depends on values cannot. If it is the dtype, write the one you train in into"
+        "A model whose control flow depends on values cannot. If it is the dtype, write the one you train in into"
         ' config.json ("dtype": "bfloat16"), or return the model in it'
     )

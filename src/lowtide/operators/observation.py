@@ -63,11 +63,6 @@ class Call(NamedTuple):
     communicates: bool = False
     """Whether it is a collective, or issues some inside."""
 
-    @property
-    def module(self) -> bool:
-        """Whether it is a leaf module's call rather than a function's."""
-        return self.site.function is None
-
 
 class Observation(NamedTuple):
     """What one run of a layer showed."""

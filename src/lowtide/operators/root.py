@@ -1,8 +1,8 @@
-"""Watch what runs in a model outside its layers: embedding, masks, rotary tables, final norm, head and loss.
+"""Profile what runs in a model outside its layers: embedding, masks, rotary tables, final norm, head and loss.
 
-The root is watched like a layer, with pauses while a layer runs. A tensor that the root made and a layer saved, such as
-a rotary table, is the root's: the layers' watchers tell the root of every tensor they see saved. Since the root knows
-them all by storage, it also knows the whole: every byte that one run holds for backward, counted once.
+The root is profiled like a layer, with pauses while a layer runs. A tensor that the root made and a layer saved, such
+as a rotary table, is the root's: the layers' profilers report to it every tensor that they see saved. Since it knows
+them all by storage, it also knows every byte that one run holds for backward, counted once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide._torch_private.compiled import under_compilation
 from lowtide._torch_private.storages import storage_bytes
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.observation import Source
-from lowtide.operators.observe import OnWrite, Profiler
+from lowtide.operators.profiler import OnWrite, Profiler
 from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.wrappers import Hook, around, take_back
 
@@ -26,7 +26,7 @@ __all__ = ["HeldBytes", "Root"]
 
 
 class HeldBytes(NamedTuple):
-    """The bytes that one run of a model holds for backward, each storage in one place."""
+    """The bytes that one run of a model holds for backward, each storage once."""
 
     layers: int
     """What the layers' operators own."""
@@ -55,7 +55,7 @@ class _Saved(NamedTuple):
 
 
 class Root:
-    """The part of a model outside its layers, while it is watched."""
+    """Profiles the part of a model outside its layers."""
 
     def __init__(
         self,
@@ -70,17 +70,15 @@ class Root:
         self.inside: list[_Saved] = []
         self.pausing: nn.Module | None = None
         """The layer that runs now."""
-        self.before: int | None = None
-        """How many calls there were before a layer ran; None if none has run."""
         self.handles: list[Any] = []
-        """Of the hooks on the model and, once it runs with gradients, on its layers."""
+        """The hooks on the model and, once it runs with gradients, on its layers."""
         for layer in layers:
             for module in layer.modules():
                 self.tracker.paths.pop(module, None)  # the layer's own tracker follows it
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Watch the model while it runs inside this context. Enter it after the contexts that watch the layers."""
+    def observed(self) -> Iterator[None]:
+        """Profile the model while it runs inside this context. Enter it after the contexts that profile the layers."""
         handles = self.handles
         try:
             self.tracker.attach()
@@ -91,46 +89,44 @@ class Root:
             handles.clear()
 
     def saved_inside(self, tensor: Tensor, source: Source) -> None:
-        """A layer's watcher saw a tensor saved; what comes from outside the layer may be the root's."""
-        number = self.profiler.origin(tensor).number
+        """A layer saved a tensor; what comes from outside the layer may be the root's."""
+        number = self.profiler.origins.of(tensor).number
         movable = tensor.is_floating_point() or tensor.is_complex()
         self.inside.append(_Saved(source, number, storage_bytes(tensor), movable))
         if source == "root":
             self.profiler.save(tensor)
 
     def held(self) -> HeldBytes:
-        """The bytes of every storage that was saved, each in one place."""
-        places: dict[int, tuple[str, int]] = {}
+        """The bytes of every storage that was saved, each storage once."""
+        claims: dict[int, tuple[str, int]] = {}
 
-        def claim(place: str, storage: int, size: int) -> None:
-            # One storage saved in two parts, such as a last value that its layer saved too, is the stronger claim's.
-            before, _ = places.get(storage, (place, 0))
-            places[storage] = (min(place, before, key=_CLAIMS.index), size)
+        def claim(part: str, storage: int, size: int) -> None:
+            # A storage that two parts saved, such as a last value that its layer saved too, is the stronger claim's.
+            before, _ = claims.get(storage, (part, 0))
+            claims[storage] = (min(part, before, key=_CLAIMS.index), size)
 
         for saved in self.inside:
-            if saved.source != "root":  # the watcher has packed the others
-                claim(_place(saved.source, saved.movable, "layers"), saved.storage, saved.storage_bytes)
+            if saved.source != "root":  # the root's profiler has packed those
+                claim(_part(saved.source, saved.movable, "layers"), saved.storage, saved.storage_bytes)
         for pack in self.profiler.packs:
-            claim(_place(pack.source, pack.movable, "root"), pack.storage, pack.storage_bytes)
+            claim(_part(pack.source, pack.movable, "root"), pack.storage, pack.storage_bytes)
         sums = dict.fromkeys(HeldBytes._fields, 0)
-        for place, size in places.values():
-            sums[place] += size
+        for part, size in claims.values():
+            sums[part] += size
         return HeldBytes(**sums)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self.inside.clear()  # a model that runs twice is known by its last run
-        self.before = None
-        self.tracker.paused, self.pausing = False, None  # a layer that was interrupted may have left it so
-        if len(self.handles) == 1 and torch.is_grad_enabled():  # not for evaluations: hooks make some layers slower
+        self.inside.clear()  # of a model that runs twice the last run is kept
+        self.tracker.paused, self.pausing = False, None  # an interrupted layer may have left it paused
+        if len(self.handles) == 1 and torch.is_grad_enabled():  # not in evaluation: hooks make some layers slower
             for layer in self.layers:
                 self.handles += around(layer, self._pause, self._resume)
 
     def _pause(self, layer: nn.Module, args: Any) -> None:
-        if under_compilation():  # what is traced here would not be done
+        if under_compilation():  # torch.compile would trace this, not run it
             return
         if self.tracker.stack and not self.tracker.paused:
             self.tracker.paused, self.pausing = True, layer
-            self.before = len(self.profiler.calls) if self.before is None else self.before
             self.profiler.pause()
 
     def _resume(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -144,7 +140,7 @@ class Root:
 _CLAIMS = ("static", "kept", "boundaries", "layers", "root")
 
 
-def _place(source: Source, movable: bool, part: str) -> str:
+def _part(source: Source, movable: bool, part: str) -> str:
     if source == "static":
         return "static"
     if not movable:

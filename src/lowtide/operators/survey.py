@@ -1,4 +1,4 @@
-"""Run a model once and know all of it: its kinds of layers, and what they and the rest hold for backward."""
+"""Run a model once and profile all of it: its kinds of layers, and what they and the root hold for backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observation import Observation
-from lowtide.operators.observe import OnWrite, observe
+from lowtide.operators.observe import observe
+from lowtide.operators.profiler import OnWrite
 from lowtide.operators.root import HeldBytes, Root
 from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.policy import Catalogue
@@ -21,13 +22,13 @@ __all__ = ["Survey", "survey", "surveying"]
 
 
 class Survey(NamedTuple):
-    """The layers of a model, their kinds, and what stands outside them."""
+    """The layers of a model, their kinds, and what runs outside them."""
 
     layers: Layers
     kinds: tuple[LayerKind, ...]
     """The distinct kinds, in the order they appear."""
     kind_of: tuple[int, ...]
-    """For each layer, the place of its kind in ``kinds``."""
+    """For each layer, the index of its kind in ``kinds``."""
     root: LayerKind
     """What runs in the model outside its layers; its operators have their dotted path in the whole model."""
     held: HeldBytes
@@ -41,9 +42,9 @@ class Survey(NamedTuple):
 
 
 def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = None) -> Survey:
-    """Watch every layer of ``model``, and what runs in it outside the layers, during one ``run()`` of it.
+    """Profile every layer of ``model``, and what runs in it outside the layers, during one ``run()`` of it.
 
-    A loss that the model computes itself belongs to the root; what ``run`` does outside the model is not watched.
+    A loss that the model computes itself belongs to the root; what ``run`` does outside the model is not profiled.
     ``layers`` names the module that holds the layers, if the longest run of equal children is not it.
 
     >>> import torch
@@ -66,11 +67,11 @@ def surveying(
     written: OnWrite | None = None,
     refuse: Callable[[int], None] = lambda layer: None,
 ) -> Iterator[Callable[[], Survey]]:
-    """As :func:`survey`, of whatever runs inside this context; the yielded function gives what was seen.
+    """As :func:`survey`, of what runs inside this context; the yielded function returns the Survey.
 
-    A model that runs more than once is known by its last run. ``hold`` says how what the model saves for backward is
-    held, ``written`` is told of what kernels write into, and ``refuse`` is called with a layer's place before every
-    torch function in it.
+    Of a model that runs more than once the last run is kept. ``hold`` is the pack hook for what the model saves,
+    ``written`` is called with what kernels write into, and ``refuse`` with a layer's index before every torch function
+    in it.
     """
     found = find_layers(model, layers)
     root = Root(model, found.modules, hold, written)
@@ -78,12 +79,12 @@ def surveying(
         results = [
             stack.enter_context(
                 observe(
-                    module, saved=root.saved_inside, hold=hold, written=written, before_function=partial(refuse, place)
+                    module, saved=root.saved_inside, hold=hold, written=written, before_function=partial(refuse, index)
                 )
             )
-            for place, module in enumerate(found.modules)
+            for index, module in enumerate(found.modules)
         ]
-        stack.enter_context(root.watch())  # after the layers: it pauses before they begin and goes on after they end
+        stack.enter_context(root.observed())  # after the layers: it pauses before they begin and resumes after they end
         yield lambda: _sum_up(model, found, [result() for result in results], root)
 
 

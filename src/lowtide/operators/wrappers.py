@@ -1,4 +1,4 @@
-"""Stand around the ``forward`` of modules, and put back what was there."""
+"""Wrap the ``forward`` of modules, and unwrap it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Wrappers:
-    """The ``forward`` of modules, replaced; ``remove`` takes that back, and nothing that others put there meanwhile."""
+    """Wraps the ``forward`` of modules; ``remove`` unwraps it, and keeps wrappers that other code has added."""
 
     def __init__(self) -> None:
         self.made: list[_Forward] = []
@@ -22,20 +22,20 @@ class Wrappers:
     def wrap(self, module: nn.Module, make: Callable[[Function], Function], attribute: str = "forward") -> None:
         """Replace the module's ``forward``, or another function of it, by what ``make`` makes of it.
 
-        It keeps its name and signature: others ask for the names of its arguments.
+        It keeps its name and signature: other code inspects the names of its arguments.
         """
         inner = getattr(module, attribute)
         wrapped = _Forward(make(inner))
         update_wrapper(wrapped, inner, updated=())
         wrapped.module, wrapped.attribute, wrapped.inner = module, attribute, inner
         wrapped.before = vars(module).get(attribute)
-        self.made.append(wrapped)  # first: an interrupt must not leave what nobody knows of
+        self.made.append(wrapped)  # first: an interrupt must not leave a wrapper that remove() does not know
         if _STATE not in vars(module):
             vars(module)[_STATE] = _State(module)
         setattr(module, attribute, wrapped)
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         while self.made:
             self.made[-1].remove()
             self.made.pop()
@@ -45,9 +45,9 @@ _STATE = "__getstate__"
 
 
 class _State:
-    """What a copied or pickled module is made of: all but what stands around its functions.
+    """The state of a module for a copy or a pickle: without our wrappers.
 
-    A shallow copy takes over what the module has, and with its ``forward`` would run on the original's parameters.
+    A shallow copy shares the module's attributes, and with our ``forward`` would run on the original's parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,21 +69,21 @@ class _State:
 
 
 class _Forward(partial):  # type: ignore[type-arg]
-    """A replaced ``forward``. A copied or pickled module gets the one that was there before.
+    """A wrapped ``forward``. A copied or pickled module gets the one that was there before.
 
-    A function would be taken over as it is: the copy would run on the parameters of the original.
+    A plain function would be shared by the copy, which would then run on the parameters of the original.
     """
 
     module: nn.Module
     attribute: str
     inner: Function
-    """What it stands around."""
+    """What it wraps."""
     before: Function | None
-    """What the module had of its own; None if it had its class's."""
+    """The module's own attribute before; None if it used its class's."""
     removed = False
 
     def remove(self) -> None:
-        """Be gone, or, where somebody has wrapped this, only hand on what it is given."""
+        """Unwrap the module, or, where other code has wrapped this wrapper, only forward its arguments."""
         self.removed = True
         own = vars(self.module)
         if own.get(self.attribute) is self:
@@ -100,12 +100,12 @@ class _Forward(partial):  # type: ignore[type-arg]
             del own[_STATE]
 
     def __reduce__(self) -> Any:
-        # The module itself is being copied, and its copy has no `forward` of its own yet: this finds its class's.
+        # The module itself is being copied, and its copy has no `forward` of its own yet: this returns its class's.
         return (getattr, (self.module, "forward")) if self.before is None else (_same, (self.before,))
 
 
 def take_back(steps: Iterable[Callable[[], object]]) -> None:
-    """Call all of these, the last one first, though an interrupt may come in between: then one of them is called twice.
+    """Call all of these, the last one first, even if an interrupt arrives: then one of them is called twice.
 
     >>> done = []
     >>> take_back([lambda: done.append(1), lambda: done.append(2)])
@@ -129,7 +129,7 @@ def _call_all(waiting: list[Callable[[], object]]) -> None:
 def around(module: nn.Module, before: Function, after: Function) -> list[Any]:
     """Call ``before`` when a call of the module begins and ``after`` when it ends, outside all of its other hooks.
 
-    What is returned is to be removed in the end.
+    Returns the hooks' handles.
     """
     return [
         module.register_forward_pre_hook(Hook(before), prepend=True),

@@ -12,7 +12,7 @@ from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import VerificationError
 from lowtide.operators.calls import CallTracker
 from lowtide.operators.kinds import LayerKind
-from lowtide.operators.observe import Profiler
+from lowtide.operators.profiler import Profiler
 from lowtide.operators.saved import Kept, PackHook, Saved
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.observation import Observation
-from lowtide.operators.observe import Profiler
+from lowtide.operators.profiler import Profiler
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Catalogue, Keep, Policy, ResolvedLayer, Swap, resolve
 from lowtide.runtime.checked import LayerCheck

@@ -1,4 +1,4 @@
-"""Steps that are begun anew: what they had changed already is set back, or they are not repeated."""
+"""Retried steps: what they had changed already is restored, or they are not retried."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Case:
                     rescue.run(step)
                 else:
                     step()
-            assert rescue.counts.repeated == self.rescued
+            assert rescue.counts.retried_steps == self.rescued
         finally:
             faults.disarm()
             rescue.remove()
@@ -170,7 +170,7 @@ class Numbered(torch.optim.Optimizer):
 
 
 def test_numbers_in_an_optimizer() -> None:
-    """Nothing helps until the step is begun anew, as where another process has the memory for a moment."""
+    """Nothing helps until the step is retried, as where another process has the memory for a moment."""
 
     def train(case: Case) -> list[Tensor]:
         case.optimizer = Numbered(case.model.parameters(), case)
@@ -190,9 +190,9 @@ def test_numbers_in_an_optimizer() -> None:
 
 def away(rescue: Rescue) -> bool:
     """Send the optimizer's states to the host, as a step does that ends short of memory."""
-    rescue._retry.on()
+    rescue._mode.on()
     rescue.pager.page_out(float("inf"), set())
-    return bool(rescue.pager.away)
+    return bool(rescue.pager.paged_out)
 
 
 def test_what_is_saved_is_whole() -> None:
@@ -218,7 +218,7 @@ def test_what_is_saved_is_whole() -> None:
     rescue.remove()
 
 
-def test_a_mode_of_somebody_else_is_not_taken_off() -> None:
+def test_a_mode_of_other_code_is_not_taken_off() -> None:
     case = Case(rescued=False)
     rescue = Rescue(case.model, [case.optimizer])
     case.model(case.x).sum().backward()
@@ -230,10 +230,10 @@ def test_a_mode_of_somebody_else_is_not_taken_off() -> None:
     assert counter.get_total_flops() > 0
     assert current_dispatch_mode() is None
     rescue.remove()
-    assert current_dispatch_mode() is not rescue._retry
+    assert current_dispatch_mode() is not rescue._mode
 
 
-def test_an_optimizer_that_steps_in_backward_is_not_repeated() -> None:
+def test_an_optimizer_that_steps_in_backward_is_not_retried() -> None:
     case = Case(rescued=True)
     optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in case.model.parameters()}
     for one, optimizer in optimizers.items():
@@ -284,7 +284,7 @@ def train(armed, rescued):
     for _ in range(3):
         rescue.run(step) if rescued else step()
     faults.disarm()
-    assert rescued == bool(rescue.counts.retried if armed else rescue.counts.repeated)
+    assert rescued == bool(rescue.counts.retried_operators if armed else rescue.counts.retried_steps)
     rescue.remove()
     return [one.detach().cpu() for one in model.parameters()]
 
@@ -305,7 +305,7 @@ def adam_and_sgd(case: Case) -> tuple[torch.optim.Optimizer, torch.optim.Optimiz
     return torch.optim.Adam(parameters[:3], lr=0.1), torch.optim.SGD(parameters[3:], lr=0.1)
 
 
-def test_an_optimizer_that_nobody_told_of_is_never_run_twice() -> None:
+def test_an_optimizer_that_was_not_passed_never_steps_twice() -> None:
     case = Case(rescued=True)
     first, second = adam_and_sgd(case)
     case.optimizer = second
@@ -319,11 +319,11 @@ def test_an_optimizer_that_nobody_told_of_is_never_run_twice() -> None:
         second.step()
         return loss.detach()
 
-    with pytest.raises(RescueError, match="Adam has stepped in it, which lowtide was not told of; pass every"):
+    with pytest.raises(RescueError, match="Adam has stepped in it, which was not passed to lowtide; pass every"):
         case.train(step)
 
 
-def test_an_optimizer_that_nobody_told_of_is_no_matter_if_it_did_not_step_yet() -> None:
+def test_an_optimizer_that_was_not_passed_does_not_matter_before_it_steps() -> None:
     def train(case: Case) -> list[Tensor]:
         first, second = adam_and_sgd(case)
         case.optimizer = second
@@ -345,7 +345,7 @@ def test_an_optimizer_that_nobody_told_of_is_no_matter_if_it_did_not_step_yet() 
 @pytest.mark.parametrize("how", ["out of place", "with a graph"])
 @pytest.mark.parametrize("late", [False, True])
 def test_gradients_of_the_step_before_are_not_lost(how: str, late: bool) -> None:
-    """Each step adds to them, anew; the optimizer steps in the end."""
+    """Each step drops them or adds to them; the optimizer steps in the end."""
 
     def train(case: Case) -> list[Tensor]:
         parameters = list(case.model.parameters())
@@ -413,7 +413,7 @@ def test_a_scaler_that_has_unscaled_does_so_again(enabled: bool, armed: bool) ->
             scaler.unscale_(case.optimizer)
             torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1)
             case.fails(for_good=armed)
-            if case.rescued and case.steps == 2:  # what is asked for here cannot be had by sending something away
+            if case.rescued and case.steps == 2:  # offloading cannot make so much room
                 torch.empty(1 << 20, device="tide")
             scaler.step(case.optimizer)
             scaler.update()
@@ -430,7 +430,7 @@ def test_a_scaler_that_has_unscaled_does_so_again(enabled: bool, armed: bool) ->
     del unused
 
 
-def test_a_generator_of_the_steps_own_is_set_back() -> None:
+def test_a_generator_of_the_steps_own_is_restored() -> None:
     def train(case: Case) -> list[Tensor]:
         generator = torch.Generator("tide").manual_seed(3)
         rescue = Rescue(case.model, [case.optimizer])
@@ -450,9 +450,9 @@ def test_a_generator_of_the_steps_own_is_set_back() -> None:
         for number in range(3):
             losses.append(rescue.run(step).cpu())
             if number == 0:
-                rescue.disarm()  # nobody sees from now on what operators draw from
+                rescue.disarm()  # from now on no one sees what operators draw from
         rescue.remove()
-        assert rescue.counts.repeated == case.rescued
+        assert rescue.counts.retried_steps == case.rescued
         return losses
 
     exact(train)
@@ -480,7 +480,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_attributes_of_modules_are_set_back_or_the_step_is_not_repeated(in_place: bool) -> None:
+def test_attributes_of_modules_are_restored_or_the_step_is_not_retried(in_place: bool) -> None:
     def train(case: Case) -> list[Tensor]:
         case.model = Counting(case.model, in_place=in_place)  # type: ignore[assignment]
 
@@ -502,7 +502,7 @@ def test_attributes_of_modules_are_set_back_or_the_step_is_not_repeated(in_place
         exact(train)
 
 
-def test_buffers_that_were_made_in_inference_mode_are_set_back() -> None:
+def test_buffers_that_were_made_in_inference_mode_are_restored() -> None:
     def train(case: Case) -> list[Tensor]:
         with torch.inference_mode():
             made = torch.zeros(WIDTH, device="tide")

@@ -1,4 +1,4 @@
-"""A step that somebody else runs is measured as it is, in little memory, and nothing of it changes."""
+"""A step of the user's is profiled in little memory, and none of its values change."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import parity_models
 import tide
-from lowtide.adaptive.machine import link_of
-from lowtide.adaptive.measure import TIMED_STEPS, Measuring
+from lowtide.adaptive.machine import profile_device
+from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.errors import TraceError
 from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise
@@ -93,12 +93,12 @@ class Run:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
-def look_on(run: Run, steps: int = TIMED_STEPS + 1) -> Measuring:
-    measuring = Measuring(run.model, optimizers=[run.optimizer])
+def look_on(run: Run, steps: int = TIMED_STEPS + 1) -> StepProfiler:
+    profiler = StepProfiler(run.model, optimizers=[run.optimizer])
     for _ in range(steps):
-        with measuring.step():
+        with profiler.step():
             run.step()
-    return measuring
+    return profiler
 
 
 def tight(run: Run, share: float) -> int:
@@ -119,10 +119,10 @@ def test_a_step_measured_where_it_would_not_fit_predicts_peak_and_time(autocast:
     with pytest.raises(torch.OutOfMemoryError):
         run.step()
     run.optimizer.zero_grad(set_to_none=True)
-    measuring = look_on(run)
-    assert measuring.complete
-    trace = measuring.trace()
-    device = link_of(torch.device("tide"), kernels_of(trace))
+    profiler = look_on(run)
+    assert profiler.complete
+    trace = profiler.trace()
+    device = profile_device(torch.device("tide"), kernels_of(trace))
     assert device.capacity == pytest.approx(capacity, abs=1 << 21)
     tide.configure(capacity=ROOMY)
     for name, policy in POLICIES.items():
@@ -153,7 +153,7 @@ def _with_states(captured: Trace, found: Trace) -> Trace:
     return replace(captured, parts=parts, before=before, after=after)
 
 
-def test_of_several_micro_batches_the_first_is_shown_and_the_optimizers_step() -> None:
+def test_the_trace_has_the_first_micro_batch_and_the_optimizers_step() -> None:
     one, several = (look_on(Run(micro_batches=count)).trace() for count in (1, 3))
     assert several == one
     assert [kernel.kind for kernel in one.optimizer.kernels]
@@ -178,7 +178,7 @@ def cleared_after_forward(run: Run) -> None:
 def clipped(run: Run) -> None:
     for _ in range(2):
         run.loss().backward()
-        float(run.model.layers["0"].attention_norm.weight.grad.square().sum())  # somebody logs
+        float(run.model.layers["0"].attention_norm.weight.grad.square().sum())  # logging
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -187,11 +187,11 @@ def clipped(run: Run) -> None:
 def test_what_runs_between_backward_and_the_optimizers_step_is_the_optimizers() -> None:
     def kinds(step: Callable[[Run], None]) -> list[str]:
         run = Run()
-        measuring = Measuring(run.model, optimizers=[run.optimizer])
+        profiler = StepProfiler(run.model, optimizers=[run.optimizer])
         for _ in range(2):
-            with measuring.step():
+            with profiler.step():
                 step(run)
-        trace = measuring.trace()
+        trace = profiler.trace()
         assert [kernel.kind for kernel in trace.after.kernels].count("aten::pow") == 0
         return [kernel.kind for kernel in trace.optimizer.kernels]
 
@@ -204,22 +204,22 @@ def test_what_runs_between_backward_and_the_optimizers_step_is_the_optimizers() 
 @pytest.mark.parametrize("step", [zeroed_in_place, cleared_after_forward])
 def test_gradients_that_stay_are_part_of_the_peak(step: Callable[[Run], None]) -> None:
     run = Run()
-    measuring = Measuring(run.model, optimizers=[run.optimizer])
+    profiler = StepProfiler(run.model, optimizers=[run.optimizer])
     for _ in range(2):
-        with measuring.step():
+        with profiler.step():
             step(run)
     policy = POLICIES["keep"]
-    predicted = simulate(measuring.trace(), policy, link_of(torch.device("tide")), even_pipeline(LAYERS))
+    predicted = simulate(profiler.trace(), policy, profile_device(torch.device("tide")), even_pipeline(LAYERS))
     peak = run.peak(lambda: step(run))
     assert predicted.peak == pytest.approx(peak, rel=1e-2)
 
 
-def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], Measuring]:
+def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], StepProfiler]:
     """Losses and parameters of a few steps of one of the parity models, with dropout."""
     tide.reset()
     model = parity_models.build(name, dropout=True).to("tide")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    measuring = Measuring(model, optimizers=[optimizer], layers=parity_models.LAYERS.get(name))
+    profiler = StepProfiler(model, optimizers=[optimizer], layers=parity_models.LAYERS.get(name))
     torch.manual_seed(1)
     found: list[Tensor] = []
 
@@ -236,11 +236,11 @@ def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], 
         draw = torch.Generator().manual_seed(number)
         batches = torch.randint(parity_models.VOCABULARY, (2, 4, 8), generator=draw).to("tide")
         if watched:
-            with measuring.step():
+            with profiler.step():
                 step(batches)
         else:
             step(batches)
-    return [*found, *(parameter.detach().cpu() for parameter in model.parameters())], measuring
+    return [*found, *(parameter.detach().cpu() for parameter in model.parameters())], profiler
 
 
 @pytest.mark.parametrize(
@@ -252,26 +252,26 @@ def trained(name: str, autocast: bool, *, watched: bool) -> tuple[list[Tensor], 
         *(pytest.param(name, False, marks=SLOW) for name in ("reference_moe", "llama", "gpt2", "mixtral")),
     ],
 )
-def test_measuring_changes_no_bit_of_the_training(name: str, autocast: bool) -> None:
+def test_profiling_changes_no_bit_of_the_training(name: str, autocast: bool) -> None:
     plain, _ = trained(name, autocast, watched=False)
-    watched, measuring = trained(name, autocast, watched=True)
+    watched, profiler = trained(name, autocast, watched=True)
     assert all(map(torch.equal, plain, watched))
-    trace = measuring.trace()
+    trace = profiler.trace()
     owned = [pack for place in trace.layers for pack in trace.parts[place].packs if pack.source == "operator"]
     assert all(pack.owner for pack in owned)
     assert owned
 
 
 def test_experts_that_get_other_tokens_in_every_step_are_noted_and_their_tensors_known() -> None:
-    _, measuring = trained("mixtral", False, watched=True)
-    trace = measuring.trace()
+    _, profiler = trained("mixtral", False, watched=True)
+    trace = profiler.trace()
     assert any("not all run the same kernels" in note for note in trace.notes)
     for place in trace.layers:
         unknown = [pack for pack in trace.parts[place].packs if pack.source == "root" and "experts" in pack.operator]
         assert not unknown
 
 
-def test_a_model_is_left_as_it_was() -> None:
+def test_profiling_leaves_nothing_on_the_model() -> None:
     run, resize = Run(), torch.UntypedStorage.resize_
     look_on(run)
     assert torch.UntypedStorage.resize_ is resize
@@ -283,23 +283,23 @@ def test_a_model_is_left_as_it_was() -> None:
     assert gc.isenabled()
 
 
-def test_a_step_that_fails_counts_for_nothing() -> None:
+def test_a_failed_step_is_not_recorded() -> None:
     run = Run()
-    measuring = look_on(run, 2)
+    profiler = look_on(run, 2)
 
     def fails() -> None:
-        with measuring.step():
+        with profiler.step():
             run.loss().backward()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert len(measuring.recorded) == 1
+    assert len(profiler.recorded) == 1
     run.optimizer.zero_grad()
-    with measuring.step():
+    with profiler.step():
         run.step()
-    assert len(measuring.recorded) == 2
-    assert measuring.trace().notes == ()
+    assert len(profiler.recorded) == 2
+    assert profiler.trace().notes == ()
 
 
 def test_a_trace_before_anything_was_recorded_is_refused() -> None:
@@ -308,7 +308,7 @@ def test_a_trace_before_anything_was_recorded_is_refused() -> None:
 
 
 class Rewriting(nn.Module):
-    """Saves views of one storage, writes into what nobody has saved, and gives what it was given."""
+    """Saves views of one storage, writes into what is not saved, and returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class Rewriting(nn.Module):
         return x
 
 
-def test_views_of_one_storage_come_back_as_they_were() -> None:
+def test_views_of_one_storage_are_reloaded_bitwise() -> None:
     def gradients(watch: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         model = Rewriting()
@@ -339,12 +339,12 @@ def test_views_of_one_storage_come_back_as_they_were() -> None:
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
-    watched: dict[nn.Module, Measuring] = {}
+    watched: dict[nn.Module, StepProfiler] = {}
 
     def watch(model: nn.Module) -> Any:
-        return watched.setdefault(model, Measuring(model)).step()
+        return watched.setdefault(model, StepProfiler(model)).step()
 
     plain = gradients(lambda model: Plain())
     assert all(map(torch.equal, plain, gradients(watch)))
-    (measuring,) = watched.values()
-    assert len(measuring.recorded) == 2
+    (profiler,) = watched.values()
+    assert len(profiler.recorded) == 2

@@ -1,45 +1,46 @@
-"""Whether plans hold: what was missing in steps that follow one, and memory that is not as planned. No torch here."""
+"""Whether plans hold: OOM in steps that follow one, and memory that is not as planned. No torch here."""
 
 from __future__ import annotations
 
 from lowtide.units import format_bytes
 
-__all__ = ["PATIENT", "Watch"]
+__all__ = ["PATIENT", "PlanMonitor"]
 
 SETTLING = 1
-"""Steps after a plan in which gradients still lie where other steps had room for them: what is missing then will not be
-missing later."""
+"""Steps after a plan in which gradients are still where other steps had room for them: what is missing then will not
+be missing later."""
 LEAST_LOST = 4 << 20
-"""Bytes that a plan gives up where an allocation failed, at least."""
+"""The bytes that a plan gives up after an OOM, at least."""
 PATIENT = 5
-"""Steps in a row whose memory is not as planned before that counts; and steps between two questions to other ranks."""
+"""Steps in a row whose memory is not as planned before the run is re-planned; and steps between two queries of the
+other ranks."""
 
 
-class Watch:
-    """Compares steps with their plans. There is a plan for each length of batches; 0 where they have none."""
+class PlanMonitor:
+    """Compares steps with their plans, one for each length of batches; lengths are 0 where batches have none."""
 
     def __init__(self, error: float, replan_every: int) -> None:
         self.error, self.replan_every = error, replan_every
         self.lost: dict[int, int] = {}
-        """Bytes that were missing, by the length that was planned."""
+        """Bytes that were missing, by length."""
         self.lacking: set[int] = set()
-        """The lengths in whose steps any were since they were planned."""
+        """The lengths in whose steps memory was missing since they were planned."""
         self.planned_at = -replan_every
         self.unlike = self.replans = 0
 
     def planned(self, length: int, step: int) -> None:
-        """There is a new plan after a step."""
+        """A length has a new plan, made after ``step``."""
         self.planned_at, self.unlike = step, 0
         self.lacking.discard(length)
 
     def missed(self, length: int, step: int, nbytes: int) -> None:
-        """An allocation failed in a step that was planned."""
+        """An allocation of a planned step failed, for lack of ``nbytes``."""
         if step > self.planned_at + SETTLING:
             self.lost[length] = self.lost.get(length, 0) + max(nbytes, LEAST_LOST)
             self.lacking.add(length)
 
     def wrong(self, length: int, peak: int, planned: int, words: str) -> str:
-        """Why the plan under which a step has just ended does not hold; empty if it does."""
+        """Why the plan of the step that has just ended does not hold; empty if it does."""
         self.unlike = self.unlike + 1 if peak > planned * (1 + self.error) else 0
         if length in self.lacking:
             return "memory was missing"
@@ -49,8 +50,8 @@ class Watch:
         return f"{format_bytes(peak)} {words} where {format_bytes(planned)} were planned"
 
     def may_replan(self, step: int) -> bool:
-        """Whether there may be another plan after a step.
+        """Whether the run may be re-planned after ``step``.
 
-        At once at first, when it is the plan that was wrong; then less and less often, down to what was asked for.
+        Soon at first, when it is the plan that was wrong; then less and less often, down to every ``replan_every``.
         """
         return step - self.planned_at >= min(self.replan_every, (SETTLING + 1) << self.replans)

@@ -1,7 +1,7 @@
-"""Measure training steps that somebody else runs: a Trace of them, with the seconds that each kernel took.
+"""Profile training steps as they run: a Trace of them, with the seconds that each kernel took.
 
-The first step shows the operators and what they save, later ones are recorded and timed. What autograd saves is on the
-host meanwhile, so that a measured step needs the least memory of all. See [Note: whose step it is] in
+The first step shows the operators and what they save; later steps are recorded and timed. What autograd saves is
+offloaded meanwhile, so that a profiled step needs the least memory of all. See [Note: whose step it is] in
 :mod:`lowtide.trace.phases`.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowtide._torch_private.saved_tensor_hooks import insert_saved_tensors_hooks, remove_saved_tensors_hooks
-from lowtide.adaptive.on_host import HostCopies
+from lowtide.adaptive.host_copies import HostCopies
 from lowtide.errors import TraceError
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import find_layers
@@ -37,25 +37,25 @@ from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import RecordedKernel, Recorder
 from lowtide.trace.trace import Trace
 
-__all__ = ["TIMED_STEPS", "Measuring"]
+__all__ = ["TIMED_STEPS", "StepProfiler"]
 
 TIMED_STEPS = 3
-"""Steps that are timed, where nothing else is asked for."""
+"""Steps that are timed, unless the caller asks for another number."""
 
 
-class _Recorded(NamedTuple):
-    """One step that was recorded."""
+class _RecordedStep(NamedTuple):
+    """The recorder of one step, and the shape of what the model was given in it."""
 
     recorder: Recorder
     given: tuple[int, ...]
 
 
-class Measuring:
-    """Looks on while a model is trained. Nothing of the training changes but the time it takes.
+class StepProfiler:
+    """Profiles a model while it is trained. Nothing of the training changes but the time it takes.
 
-    ``measuring = Measuring(model, optimizers=[optimizer])``; then around whole steps, forward to ``optimizer.step()``,
-    ``with measuring.step(): …``; once ``measuring.complete``, ``measuring.trace()`` is what :func:`capture` would give,
-    with the optimizer's step and measured seconds.
+    ``profiler = StepProfiler(model, optimizers=[optimizer])``; then around whole steps, forward to
+    ``optimizer.step()``, ``with profiler.step(): …``; once ``profiler.complete``, ``profiler.trace()`` is what
+    :func:`capture` would return, with the optimizer's step and measured seconds.
     """
 
     def __init__(
@@ -74,35 +74,35 @@ class Measuring:
         self.model, self.optimizers, self.layers, self.last = model, tuple(optimizers), layers, last
         self.timed = timed
         self.survey: Survey | None = None
-        self.recorded: list[_Recorded] = []
+        self.recorded: list[_RecordedStep] = []
         self._hold: PackHook | None = None
-        """How what the first step saves is held."""
+        """The pack hook of the first step."""
         self._phases: Phases | None = None
-        """Of the step that is recorded now."""
+        """Of the step that is being recorded."""
         self._recorder: Recorder | None = None
         """Of the step that was recorded last."""
 
     @property
     def complete(self) -> bool:
-        """Whether enough has been seen."""
+        """Whether enough steps were recorded."""
         return len(self.recorded) >= self.timed
 
     def kinds(self) -> dict[Structure, LayerKind]:
-        """What is known of the layers, for a Policy that follows."""
+        """The layers' profiles, for the Policy that is applied next."""
         if self.survey is None:
             return {}
         layers = zip(self.survey.layers.modules, self.survey.kind_of, strict=True)
         return {structure_of(layer): self.survey.kinds[kind] for layer, kind in layers}
 
-    def begin_anew(self) -> None:
-        """Forget the recorded steps, but not the operators: batches of another length are to be measured."""
+    def reset(self) -> None:
+        """Forget the recorded steps, but not the operators: batches of another length are profiled next."""
         self.recorded, self._recorder = [], None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one whole step: all micro batches forward and backward, and the optimizers' steps.
+        """Around one whole step: all micro-batches forward and backward, and the optimizers' steps.
 
-        A step that raises counts for nothing.
+        A step that raises is not recorded.
         """
         hooks: list[Any] = []
         try:
@@ -116,33 +116,33 @@ class Measuring:
 
     @contextmanager
     def prepared(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """As :meth:`step`, for whoever tells of the optimizers' steps and cannot be around all of it.
+        """As :meth:`step`, for a caller that reports the optimizers' steps and has no context around the whole step.
 
-        Nothing but the model is touched before the context that the given function makes is entered, when the step's
+        Only the model is touched until the caller enters the context that the yielded function makes, when the step's
         first forward begins.
         """
-        with self._learning() if self.survey is None else self._recording() as listening:
+        with self._surveying() if self.survey is None else self._recording() as listening:
             yield listening
 
     def optimizer_begins(self, *_: Any) -> None:
-        """The step of an optimizer begins."""
+        """An optimizer's step begins."""
         if self._phases is not None:
             self._phases.optimizer_begins()
 
     def optimizer_ends(self, *_: Any) -> None:
-        """The step of an optimizer has ended."""
+        """An optimizer's step has ended."""
         if self._phases is not None:
             self._phases.optimizer_ends()
 
     def take_off(self) -> None:
-        """Take off what an interrupt may have left on."""
+        """Take off the modes and hooks that an interrupt may have left on."""
         if self._recorder is not None:
             self._recorder.take_off()
         if self._hold is not None:
             remove_saved_tensors_hooks(self._hold)
 
     @contextmanager
-    def _learning(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    def _surveying(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         copies = HostCopies(at_once=False)
         hold = self._hold = copies.hold
         with surveying(
@@ -168,14 +168,14 @@ class Measuring:
             self._phases = None
         if phases.whole and phases.intercepted:
             change_in_place(recorder)
-            self.recorded.append(_Recorded(recorder, phases.given))
+            self.recorded.append(_RecordedStep(recorder, phases.given))
 
     def trace(self, *, name: str = "") -> Trace:
-        """What was measured. Waits for the device."""
+        """The Trace of the recorded steps. Waits for the device; TraceError if none was recorded."""
         if self.survey is None or not self.recorded:
             raise TraceError(
                 f"{len(self.recorded)} steps were recorded, and a Trace needs at least one after the first, in which"
-                " operators are learnt: run more inside step(), each with a forward and a backward of the model"
+                " operators are profiled: run more inside step(), each with a forward and a backward of the model"
             )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -199,7 +199,7 @@ class Measuring:
 
 @contextmanager
 def _holding(hold: PackHook) -> Iterator[None]:
-    """Hold what is saved for backward."""
+    """Push the pack hook."""
     try:
         insert_saved_tensors_hooks(hold, unpack)
         yield
@@ -209,7 +209,7 @@ def _holding(hold: PackHook) -> Iterator[None]:
 
 @contextmanager
 def _uncollected(recorder: Recorder) -> Iterator[None]:
-    """Record, without the garbage collector: what ends when it finds a cycle would end elsewhere in every step."""
+    """Record with the garbage collector off: what it frees in a cycle would be freed elsewhere in every step."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -222,7 +222,7 @@ def _uncollected(recorder: Recorder) -> Iterator[None]:
 
 
 _NOT_ALIKE = (
-    "the measured steps did not all run the same kernels, as where routing or lengths change: the first of them stands"
+    "the measured steps did not all run the same kernels, as where routing or lengths change: the first of them is used"
     " for all"
 )
 
@@ -243,5 +243,5 @@ def _seconds(kernels: Sequence[RecordedKernel], steps: Sequence[Sequence[Recorde
 
 
 def _key(kernel: RecordedKernel) -> tuple[str, str, int, int]:
-    # Not the shape as it is written: numbers stand in it that change from step to step, as an optimizer's do.
+    # Not the shape as it is written: it has numbers that change from step to step, as an optimizer's do.
     return kernel.kind, kernel.dtype, kernel.flops, kernel.touched

@@ -1,4 +1,4 @@
-"""Steps of a loop that is not ours: begun and ended where they are, exact, and nothing left on, whatever is around."""
+"""Steps of the user's loop: where they begin and end, exact, and nothing left on, whatever else is on."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Around(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("given", ["the optimizer", "what is around it"])
-def test_an_optimizer_inside_of_another_is_followed(given: str) -> None:
+def test_a_wrapped_optimizer_is_unwrapped(given: str) -> None:
     expected = run(Program("tide").step)
     program = Program("tide")
     around = Around(program.optimizer)
@@ -323,10 +323,10 @@ def test_a_step_may_run_inside_the_optimizers(device: str) -> None:
         assert run(lambda number: step(program, number)) == expected
     assert adapted.number == STEPS
     assert adapted.plan is not None
-    assert adapted.lengths.traces[0].optimizer.kernels
+    assert adapted.profiling.lengths.traces[0].optimizer.kernels
 
 
-def test_a_step_that_runs_inside_the_optimizers_can_be_repeated() -> None:
+def test_a_step_that_runs_inside_the_optimizers_can_be_retried() -> None:
     def train(adapted: bool) -> tuple[list[float], list[str]]:
         program, losses = Program("tide"), []
         run = program.adapt() if adapted else None
@@ -384,7 +384,7 @@ def test_several_optimizers_end_a_step_together() -> None:
     assert adapted.number == STEPS
 
 
-def test_a_model_that_the_loop_does_not_call_is_told_of_once() -> None:
+def test_a_model_that_the_loop_does_not_call_is_warned_of_once() -> None:
     class Outer(nn.Module):
         def __init__(self, net: nn.Module) -> None:
             super().__init__()
@@ -398,7 +398,7 @@ def test_a_model_that_the_loop_does_not_call_is_told_of_once() -> None:
     assert "'net'" in adapted.events[0].text
 
 
-def test_a_loop_none_of_whose_steps_ends_is_told_of_once() -> None:
+def test_a_loop_none_of_whose_steps_ends_is_warned_of_once() -> None:
     program = Program("tide")
     with lowtide.adapt(program.model, verbose=False) as adapted:
         run(program.step, 110)
@@ -437,7 +437,7 @@ class _Stopped(BaseException):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "between"])
-@pytest.mark.parametrize("at", [0, 1, 2])  # not measured, learnt, recorded
+@pytest.mark.parametrize("at", [0, 1, 2])  # not profiled, surveyed, recorded
 def test_an_interrupt_leaves_nothing_on(where: str, at: int) -> None:
     program = Program("tide")
     number = 0
@@ -464,7 +464,7 @@ def test_an_interrupt_leaves_nothing_on(where: str, at: int) -> None:
     assert hooks_of(program) == before
 
 
-def test_an_operator_that_had_written_is_an_error_of_ours_where_nobody_can_repeat() -> None:
+def test_an_operator_that_had_written_is_a_rescue_error_in_the_users_loop() -> None:
     program = Program("tide")
     program.model.layers.append(nn.BatchNorm1d(WIDTH).to("tide"))
 
@@ -479,7 +479,7 @@ def test_an_operator_that_had_written_is_an_error_of_ours_where_nobody_can_repea
         loop()
 
 
-def test_a_step_for_which_nothing_is_left_to_offload_is_an_error_of_ours() -> None:
+def test_a_step_for_which_nothing_is_left_to_offload_is_a_rescue_error() -> None:
     program = Program("tide")
     adapted = program.adapt()
 
@@ -500,7 +500,7 @@ def test_a_step_for_which_nothing_is_left_to_offload_is_an_error_of_ours() -> No
 
 
 @pytest.mark.parametrize("form", ["step", "loop"])
-def test_a_step_with_transforms_that_allow_no_hooks_is_refused_in_our_words(form: str) -> None:
+def test_a_step_with_transforms_that_allow_no_hooks_is_a_rescue_error(form: str) -> None:
     program = Program("tide")
     adapted = program.adapt()
 
@@ -548,7 +548,7 @@ def test_what_cannot_be_adapted_is_refused_before_anything_changes(wrong: str) -
     assert hooks_of(program) == 0
 
 
-def test_a_model_that_comes_to_its_device_later_is_rescued() -> None:
+def test_a_model_that_is_moved_to_its_device_later_is_rescued() -> None:
     program = Program("cpu")
     adapted = program.adapt()
     assert adapted.rescue is None
@@ -561,7 +561,7 @@ def test_a_model_that_comes_to_its_device_later_is_rescued() -> None:
         assert not [event for event in adapted.events if event.kind == "warned"]
 
 
-def test_a_model_on_the_host_beside_a_device_is_told_of() -> None:
+def test_a_model_on_the_cpu_though_there_is_a_device_is_warned_of() -> None:
     program = Program("cpu")
     with program.adapt() as adapted:
         run(program.step, 2)

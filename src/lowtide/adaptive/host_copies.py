@@ -1,4 +1,4 @@
-"""Hold what autograd saves in host memory while a step is profiled: the least that it needs of the device.
+"""Offload everything that autograd saves while a step is profiled: the least that a step needs of the device.
 
 Slow, and for profiling only: each copy is waited for. Parameters are kept: they are on the device in any case.
 

@@ -1,0 +1,62 @@
+"""This rank's parts of a model, and the layers of the whole model that each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lowtide.errors import PolicyError
+from lowtide.operators.layers import find_layers
+from lowtide.planner.pipeline import Pipeline, even_pipeline
+from lowtide.policy import Policy
+
+__all__ = ["ModelParts"]
+
+
+class ModelParts:
+    """The parts of a pipeline stage; one, with every layer, where there is no pipeline.
+
+    PolicyError if the pipeline places other numbers of layers on the stage than the parts have.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], layers: str | None, pipeline: Pipeline | None, stage: int) -> None:
+        """``layers`` names the module that holds the layers, where the longest run of equal children is not it."""
+        self.modules, self.layers = tuple(modules), layers
+        counts = [len(find_layers(part, layers).modules) for part in self.modules]
+        self.pipeline = pipeline or even_pipeline(sum(counts))
+        self.chunks = self.pipeline.placement[stage]
+        """The layers of each part, by their numbers in the whole model."""
+        placed = [len(chunk) for chunk in self.chunks]
+        if placed != counts:
+            raise PolicyError(f"the pipeline places {placed} layers on stage {stage} and the parts there have {counts}")
+        self.total = sum(len(chunk) for chunks in self.pipeline.placement for chunk in chunks)
+        """Layers of the whole model."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the one part is the whole model."""
+        return len(self.modules) == 1 and self.pipeline.stages == 1
+
+    @property
+    def has_last_layer(self) -> list[bool]:
+        """For each part, whether the model's last layer is in it, so that the loss follows."""
+        return [self.total - 1 in chunk for chunk in self.chunks]
+
+    def complete(self, policy: Policy) -> Policy:
+        """A Policy for all layers of the model; PolicyError if it decides another number of them."""
+        policy = policy.for_layers(self.total)
+        if len(policy.layers) != self.total:
+            raise PolicyError(f"the Policy decides {len(policy.layers)} layers and the model has {self.total}")
+        return policy
+
+    def split(self, policy: Policy) -> list[Policy]:
+        """The decisions for the layers of each part."""
+        return [replace(policy, layers=tuple(policy.layers[layer] for layer in chunk)) for chunk in self.chunks]
+
+    def device(self) -> torch.device:
+        """The accelerator that the parts are on, though some of them may be on the CPU; the CPU if all are."""
+        devices = [one.device for part in self.modules for one in part.parameters()]
+        return next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -1,0 +1,94 @@
+"""The plans of a run: one for each length of batches, made by the first rank and monitored on all."""
+
+from __future__ import annotations
+
+from lowtide.adaptive.clock import Clock
+from lowtide.adaptive.decide import Decided, Situation, decide
+from lowtide.adaptive.journal import Journal
+from lowtide.adaptive.machine import profile_device
+from lowtide.adaptive.plan_monitor import PATIENT, PlanMonitor
+from lowtide.adaptive.ranks import Ranks
+from lowtide.adaptive.settings import AdaptSettings
+from lowtide.errors import LowtideError
+from lowtide.planner.pipeline import Pipeline
+from lowtide.planner.simulation import Simulation
+from lowtide.policy import Policy
+from lowtide.trace.trace import Trace, kernels_of
+
+__all__ = ["Planning"]
+
+
+class Planning:
+    """Makes plans, and drops those that do not hold. Lengths are 0 where batches have none."""
+
+    def __init__(
+        self, settings: AdaptSettings, ranks: Ranks, pipeline: Pipeline, fixed: Policy | None, journal: Journal
+    ) -> None:
+        """``fixed`` holds decisions that no plan changes."""
+        self.settings, self.ranks, self.pipeline, self.fixed, self.journal = settings, ranks, pipeline, fixed, journal
+        self.plans: dict[int, Decided] = {}
+        """What was decided for each length."""
+        self.replaced: dict[int, Decided] = {}
+        """What was decided for it before the last re-plan."""
+        self.monitor = PlanMonitor(settings.error, settings.replan_every)
+        self.safe_peak = 0
+        """The most bytes that were allocated in a step under the safe Policy."""
+
+    def safe_step_ended(self, step: int, clock: Clock) -> None:
+        """A step under the safe Policy has ended; the first one is not like the others."""
+        self.safe_peak = max(self.safe_peak, clock.peak_allocated()) if step > 1 else 0
+
+    def wants_compact_memory(self, length: int) -> bool:
+        """Whether a new plan of this length should begin with compacted memory: the first, and after an OOM."""
+        return not self.plans or length in self.monitor.lost
+
+    def make(self, step: int, length: int, trace: Trace, clock: Clock, *, rescued: bool, watching: float) -> None:
+        """Make the plan of a length after a step, on the first rank, for all ranks.
+
+        ``rescued`` says whether there is a rescue, and ``watching`` how many seconds it takes for each operator if it
+        watches every one. Where the plan fails on the first rank, every rank raises its error.
+        """
+        capacity = clock.capacity()
+        situation = Situation(
+            trace=trace,
+            device=profile_device(clock.device, kernels_of(trace)),
+            pipeline=self.pipeline,
+            capacity=None if capacity is None else self.ranks.smallest(capacity),
+            fixed=self.fixed,
+            safe_peak=self.ranks.largest(self.safe_peak) if not length else 0,
+            lost=self.ranks.largest(self.monitor.lost.get(length, 0)),
+            before=self.replaced.get(length),
+            watching=watching,
+        )
+        decided: Decided | None = None
+        failed: LowtideError | None = None
+        if self.ranks.first:
+            try:
+                decided = decide(situation, self.settings, rescued=rescued)
+            except LowtideError as error:
+                failed = error
+        if (failed := self.ranks.all.from_first(failed)) is not None:
+            raise failed
+        agreed = self.ranks.decided(decided)
+        self.monitor.planned(length, step)
+        words = f" for {length} tokens" if length else ""
+        policy = f": Policy {agreed.policy.digest[:12]}" if agreed.policy is not None else ""
+        self.journal.note(step, "switched", f"{agreed.reason}{words}{policy}")
+        self.journal.planned(agreed, shown=len(self.plans) < 2)
+        self.plans[length] = agreed
+
+    def compare(self, step: int, length: int, simulation: Simulation, clock: Clock) -> None:
+        """Compare a step with its plan, and drop the plan if it does not hold: the next such step makes another."""
+        peak, planned, words = clock.peak_reserved(), simulation.reserved, "reserved"
+        if length:  # segments that batches of other lengths took stay until the device asks for them back
+            peak, planned, words = clock.peak_allocated(), simulation.peak, "allocated"
+        reason = self.monitor.wrong(length, peak, planned, words)
+        wanted = self.monitor.may_replan(step)
+        if self.ranks.all.alone:
+            wanted = wanted and bool(reason)
+        else:  # ranks ask each other every few steps, all of them in the same step
+            wanted = wanted and step % PATIENT == 0 and self.ranks.all.any_of([bool(reason)])[0]
+        if wanted:
+            self.journal.note(step, "replanned", reason or "another rank asked for it")
+            self.monitor.replans += 1
+            self.replaced[length] = self.plans.pop(length)

@@ -1,0 +1,161 @@
+"""Retry a whole step: a snapshot of what it began with, without copies of what is large."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch_private.generators import generator_key
+from lowtide._torch_private.scaler import forget_unscaling
+from lowtide._torch_private.subclasses import inner_tensor
+from lowtide._torch_private.versions import version_of
+from lowtide.adaptive.attributes import AttributeSnapshot
+from lowtide.errors import RescueError
+from lowtide.runtime.randomness import ProcessRandom, RandomState
+
+__all__ = ["RetryStep", "StepSnapshot"]
+
+
+class RetryStep(Exception):  # noqa: N818  not an error: a request, raised through the step that it ends
+    """The step has to be retried from its beginning."""
+
+
+class StepSnapshot:
+    """What a step began with: generators, parameters, gradients, buffers, attributes, and the optimizers' states."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        changing: frozenset[str] | None,
+        drawn: Iterable[torch.Generator] = (),
+    ) -> None:
+        """``changing`` names the buffers that earlier steps changed, which are copied; None: copy all of them.
+
+        ``drawn`` are the generators, other than torch's default ones, that earlier steps drew from.
+        """
+        self.default_generators = ProcessRandom()
+        self.generators = {generator_key(one): (one, one.get_state()) for one in drawn}
+        """Generators that the step may draw from besides the default ones, and their states before it did."""
+        self.drawn: set[int] = set()
+        """The keys of those that the step did draw from."""
+        of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        parameters = {id(one): one for one in [*model.parameters(), *of_optimizers]}.values()
+        self.parameters = [(parameter, version_of(parameter)) for parameter in parameters]
+        self.gradients = [(one, one.grad is not None, *_weak(one.grad)) for one in parameters]
+        """Each parameter, whether it had a gradient, that gradient, and its version."""
+        self.kept = [parameter for parameter, existed, *_ in self.gradients if existed]
+        """Parameters with a gradient that the step has not been seen to drop."""
+        self.attributes = AttributeSnapshot(model)
+        self.registered = [
+            (module._buffers, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.buffers = {name: (buffer, version_of(buffer)) for name, buffer in model.named_buffers()}
+        self.copies = {
+            name: inner_tensor(buffer).detach().cpu().clone()
+            for name, (buffer, _) in self.buffers.items()
+            if changing is None or name in changing
+        }
+        self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
+        self.begun: list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]] = []
+        """The optimizers that have begun to step, each with its states and parameter groups before that."""
+
+    # While the step runs.
+
+    def drawn_from(self, generators: RandomState) -> None:
+        """The step is about to draw from these generators."""
+        for one, state in generators.states:
+            key = generator_key(one)
+            self.generators.setdefault(key, (one, state))
+            self.drawn.add(key)
+
+    def look_at_gradients(self) -> None:
+        """Note which gradients the step has dropped, as ``zero_grad()`` does; call it where that is done by now."""
+        self.kept = [parameter for parameter in self.kept if parameter.grad is not None]
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer has apart from tensors that it writes into, such as a number of steps."""
+        states = {parameter: dict(state) for parameter, state in optimizer.state.items() if isinstance(state, dict)}
+        groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
+        self.begun.append((optimizer, states, groups))
+
+    def changed(self, *, compared: bool) -> frozenset[str]:
+        """The names of the buffers that the step has changed.
+
+        ``compared`` with their copies as well, which waits for the device: a batch norm writes into its buffers without
+        a new version.
+        """
+        return frozenset(
+            name
+            for name, (buffer, version) in self.buffers.items()
+            if version_of(buffer) != version
+            or (compared and name in self.copies and not torch.equal(inner_tensor(buffer).cpu(), self.copies[name]))
+        )
+
+    # Afterwards.
+
+    def restore(self, scalers: Iterable[torch.amp.GradScaler] = ()) -> None:
+        """Restore everything; RescueError if something cannot be."""
+        for parameter, version in self.parameters:
+            if version_of(parameter) != version:
+                raise RescueError(
+                    f"the step cannot be retried: it has changed a parameter of shape {tuple(parameter.shape)} before"
+                    " it ran out of memory; start again from the last checkpoint"
+                )
+        for one, state in self.generators.values():
+            one.set_state(state)
+        self.default_generators.restore()
+        self.attributes.restore()
+        self._restore_buffers()
+        self._restore_gradients()
+        for optimizer, known in self.states:
+            for new in set(optimizer.state) - known:
+                del optimizer.state[new]  # perhaps not finished; nothing was done with it yet
+        for optimizer, states, groups in reversed(self.begun):
+            for parameter, values in states.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(values)
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
+        self.begun.clear()
+        forget_unscaling(scalers, (optimizer for optimizer, _ in self.states))
+
+    def _restore_buffers(self) -> None:
+        for holder, name, buffer in self.registered:
+            if holder.get(name) is not buffer:
+                holder[name] = buffer  # the step had replaced it
+        for name, (buffer, version) in self.buffers.items():
+            if name in self.copies:
+                with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
+                    inner_tensor(buffer).copy_(self.copies[name])
+            elif version_of(buffer) != version:
+                raise RescueError(
+                    f"the step cannot be retried: it was the first to change the buffer {name!r}, of which there is no"
+                    " copy; start again from the last checkpoint"
+                )
+
+    def _restore_gradients(self) -> None:
+        self.look_at_gradients()
+        kept = {id(parameter) for parameter in self.kept}
+        for parameter, existed, reference, version in self.gradients:
+            gradient = reference()
+            lost = existed and gradient is None and id(parameter) in kept
+            if lost or (gradient is not None and version_of(gradient) != version):
+                raise RescueError(
+                    "the step cannot be retried: it has added to gradients that were there when it began; give the"
+                    " whole step to run(), from zero_grad(set_to_none=True) to the optimizer's step"
+                )
+            parameter.grad = gradient
+        self.kept = [parameter for parameter, existed, *_ in self.gradients if existed and parameter.grad is not None]
+
+
+def _weak(gradient: Tensor | None) -> tuple[Any, int]:
+    """A weak reference to a gradient, and its version."""
+    return (lambda: None, 0) if gradient is None else (weakref.ref(gradient), version_of(gradient))
