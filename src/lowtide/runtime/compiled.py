@@ -1,9 +1,9 @@
 """Layers that ``torch.compile`` has to do with.
 
 A compiled layer is one piece: it has no operators to decide, and what it saves is what the compiler chose. It can be
-recomputed as a whole, or all that it saves can be swapped by hooks around the compiled function. Hooks
-inside would either end the compilation there or be traced once and never called later, so decisions for single
-operators are refused: for layers that are compiled when the Policy is applied then, for others when they first run compiled.
+recomputed as a whole, or all that it saves can be swapped by hooks around the compiled function. Hooks inside would
+either end the compilation there or be traced once and never called later, so decisions for single operators are
+refused: for layers that are compiled when the Policy is applied then, for others when they first run compiled.
 """
 
 from __future__ import annotations
