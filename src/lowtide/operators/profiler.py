@@ -64,7 +64,7 @@ class Profiler:
         written: OnWrite | None = None,
     ) -> None:
         self.saved, self.hold, self.on_write = saved, hold, written
-        self.holding = False
+        self.in_own_code = False
         """Whether our own code runs, such as the pack hook: its kernels are not the layer's."""
         self.origins = Origins()
         self.calls: list[OpenCall] = []
@@ -75,7 +75,7 @@ class Profiler:
         self.kernels: _Kernels | None = None
         self.hooks: PackHook | None = None
         """The pack hook that is on torch's stack."""
-        self.aside = False
+        self.has_foreign_hooks = False
         """Whether other code's hooks are on, so that the layer is not profiled. See [Note: other code's hooks]."""
         self.seen: list[tuple[int, Tensor, int, int]] = []
         """Of each tensor that a call returned or autograd saved: the number of its storage, a tensor that shares its
@@ -105,18 +105,18 @@ class Profiler:
             self.origins.of(tensor)
         for tensor in given[:1]:
             self.origins.record(tensor, "boundary", "")
-        self.aside = foreign_pack_hook() is not None
+        self.has_foreign_hooks = foreign_pack_hook() is not None
         self.resume()
 
     def resume(self) -> None:
         """Observe kernels and saved tensors, from the beginning of the layer or again after a pause."""
-        if self.aside:
+        if self.has_foreign_hooks:
             return
         if self.hooks is None:
             self.hooks = self.pack
             try:
                 push_saved_tensors_hooks(self.hooks, unpack)
-            except RuntimeError:  # torch may refuse it
+            except RuntimeError:  # hooks may not be allowed here
                 self.hooks = None
                 raise
         self.kernels = _Kernels(self)
@@ -233,11 +233,11 @@ class Profiler:
 
     def _quietly(self, function: Callable[[Any], Result], given: Any) -> Result:
         """Call our own code, whose kernels are not the layer's."""
-        self.holding = True
+        self.in_own_code = True
         try:
             return function(given)
         finally:
-            self.holding = False
+            self.in_own_code = False
 
     def save(self, tensor: Tensor) -> None:
         """Note that autograd saves a tensor."""
@@ -271,7 +271,7 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.profiler.holding:
+        if self.profiler.in_own_code:
             return func(*args, **kwargs)
         if in_forward_mode():
             raise PolicyError(
