@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowtide._torch_private.autocast import AutocastState, autocast_state
 from lowtide._torch_private.backward import backward_node_number, in_forward_mode
@@ -28,6 +30,7 @@ from lowtide._torch_private.modes import (
     unseen_by_modes,
 )
 from lowtide._torch_private.nodes import is_cast, is_own_output, node_sequence
+from lowtide._torch_private.saved_tensor_hooks import saved_by_selective_checkpoint
 from lowtide._torch_private.storages import has_storage, storage_key, storage_of, stored_tensor
 from lowtide._torch_private.subclasses import PLAIN, Subclass, taken_apart
 from lowtide._torch_private.training.meshes import imagined_process_group
@@ -150,6 +153,30 @@ def test_a_node_that_saves_its_own_output_is_told_from_one_that_saves_anothers()
         product.sin()  # saves what it is given
         given.sin()  # a leaf is nobody's output
     assert own == [True, False, False]
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters,
+    reason="this torch does not show a selective checkpoint's tensors to hooks",
+)
+def test_what_a_selective_checkpoint_saves_is_told_from_what_autograd_does() -> None:
+    seen: list[bool] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(saved_by_selective_checkpoint())
+        return tensor.detach()
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.exp.default])
+
+    given = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        settings: Any = {"respect_saved_tensors_hooks": True, "context_fn": contexts}
+        checkpoint(lambda one: one.exp().sin(), given, use_reentrant=False, **settings)
+        within = list(seen)
+        given.exp()
+    assert True in within
+    assert seen[len(within) :] == [False]
 
 
 def test_a_cast_is_known_through_views() -> None:

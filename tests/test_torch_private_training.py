@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch_private.training.meshes import flattened, imagined_process_group
-from lowtide._torch_private.training.resets import reset_reducer, reset_sharding
+from lowtide._torch_private.training.resets import reset_pipeline, reset_reducer, reset_sharding, use_group
 
 
 class BrokenOffError(Exception):
@@ -88,6 +89,44 @@ def test_fsdp_forgets_the_gradients_of_a_step_that_was_broken_off(alone: None, s
     model.set_requires_gradient_sync(True)  # type: ignore[operator]
     step(model)
     assert all(map(torch.equal, gradients(model), gradients(plain)))
+
+
+def test_a_pipelines_step_that_was_broken_off_leaves_no_buffer_and_no_loss_behind(alone: None) -> None:
+    """Two chunks on one rank, whose second fails when there is a loss already."""
+    given, target = torch.randn(4, 3), torch.randn(4, 3)
+    left = [-1]
+
+    def fail(module: nn.Module, args: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise BrokenOffError
+
+    def losses_of(schedule: Any) -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(given, target=target, losses=losses)
+        return torch.stack(losses)
+
+    sample = torch.empty(1, 3, device="meta", requires_grad=True)
+    layers = model_of()
+    layers[1].register_forward_pre_hook(fail)
+    stages = [
+        PipelineStage(layer, place, 2, torch.device("cpu"), input_args=(sample,), output_args=(sample,))
+        for place, layer in enumerate(layers)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    expected = losses_of(schedule)
+    left[0] = 2
+    with pytest.raises((BrokenOffError, RuntimeError)):
+        losses_of(schedule)
+    for info in stages[1].args_recv_info[3]:
+        info.buffer = torch.ones(1, 3)  # as of a receive that was posted ahead
+    with pytest.raises(RuntimeError, match=r"Failed to run stage backward|still owned"):
+        losses_of(schedule)
+    reset_pipeline(schedule)
+    group = dist.new_group([0])
+    use_group(schedule, group)
+    assert torch.equal(losses_of(schedule), expected)
+    assert all(stage.group is group for stage in stages)
 
 
 def test_ranks_can_be_imagined_and_their_meshes_flattened() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
@@ -152,11 +153,15 @@ def test_the_form_of_2026_is_matched_as_well(tmp_path: Path, models: Path) -> No
     assert "2: 1-2  recompute self_attention.*: self_attn\n" in out
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="there its grouped matmul has a fake kernel for fp32")
 def test_a_model_that_does_not_run_is_an_error_in_words(tmp_path: Path, models: Path) -> None:
-    code, _, err = run(tmp_path, LEGACY, models / "mixtral")  # its grouped matmul has no fake kernel for fp32
+    code, _, err = run(tmp_path, LEGACY, models / "mixtral")
     assert code == 1
     assert "does not run with fake tensors" in err
     assert "Traceback" not in err
+
+
+def test_a_model_that_is_missing_is_an_error_in_words(tmp_path: Path, models: Path) -> None:
     code, _, err = run(tmp_path, LEGACY, models / "missing")
     assert code == 1
     assert "neither a directory" in err

@@ -6,9 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
+from lowtide._torch_private.training.meshes import imagined_process_group
 from lowtide.errors import PlanError
 from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline
 from lowtide.planner.schedule import Action, actions, held_together, in_flight, position, replay
@@ -163,3 +168,28 @@ def test_a_schedule_that_cannot_be_run_is_refused(
     pipeline = pipeline_of(schedule, stages, chunks, micro_batches)
     with pytest.raises(PlanError, match=schedule):
         actions(pipeline)
+
+
+@pytest.mark.skipif(not hasattr(pipelining, "analyze_pipeline_activation_liveness"), reason="since torch 2.15")
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+def test_a_stage_holds_as_many_micro_batches_as_torch_finds_alive(
+    schedule: ScheduleName, stages: int, micro_batches: int
+) -> None:
+    pipeline = pipeline_of(schedule, stages, 2, micro_batches)
+    kind = getattr(pipelining, f"Schedule{_NAMES[schedule]}")
+    ours = [max(map(sum, held_together(one))) for one in actions(pipeline)]
+    found = []
+    with imagined_process_group(stages):
+        places = [position(pipeline, 0, chunk) for chunk in range(2)]
+        made = [PipelineStage(nn.Linear(1, 1), place, 2 * stages, torch.device("cpu")) for place in places]
+        order = kind(made, n_microbatches=micro_batches, loss_fn=nn.functional.mse_loss)
+        for stage in range(stages):
+            alive = pipelining.analyze_pipeline_activation_liveness(
+                order,
+                pp_rank=stage,
+                stage_indices=[position(pipeline, stage, chunk) for chunk in range(2)],
+                granularity="stage_microbatch",
+            )
+            found.append(alive.num_slots)
+    assert found == ours

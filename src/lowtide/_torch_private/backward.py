@@ -25,13 +25,20 @@ __all__ = [
 ]
 
 
+with needed_for("acting at the end of backward"):
+    _queue_callback: Callable[[Callable[[], None]], None] = (
+        torch.autograd.graph.queue_callback  # since 2.15
+        if hasattr(torch.autograd.graph, "queue_callback")
+        else torch.autograd.Variable._execution_engine.queue_callback
+    )
+
 current_backward: Callable[[], int] = _current_graph_task_id
 """A number for the backward that runs on this thread; -1 if none does."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that is running is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _queue_callback(callback)
 
 
 def in_forward_mode() -> bool:

@@ -1,4 +1,8 @@
-"""The nodes of autograd's graph."""
+"""The nodes of autograd's graph.
+
+``torch.autograd.graph.node_creation_hook`` (2.14) does not replace the numbers of nodes: it is called when a node has
+saved all that it saves, and a pack hook has to know the node before that.
+"""
 
 from __future__ import annotations
 

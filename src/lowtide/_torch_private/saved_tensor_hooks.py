@@ -5,7 +5,9 @@ See [Note: the bottom of the stacks] in ``modes.py``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from lowtide._torch_private.needed import needed_for
@@ -21,6 +23,7 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
     "remove_saved_tensors_hooks",
+    "saved_by_selective_checkpoint",
     "top_saved_tensors_hooks",
 ]
 
@@ -63,3 +66,19 @@ def remove_saved_tensors_hooks(pack: Any) -> None:
     finally:
         for one in reversed(above):
             push_saved_tensors_hooks(*one)
+
+
+def saved_by_selective_checkpoint() -> bool:
+    """Whether the pack hook that asks is called by torch's selective checkpoint, for a tensor in its own cache.
+
+    It does so where ``checkpoint(..., respect_saved_tensors_hooks=True)`` asks for it (2.15), which is to become the
+    default. Such a tensor is not autograd's: no node saves it, and a replayed operator does not save it again.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):  # the hook's own frames and two of torch's
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return frame.f_code.co_qualname.startswith("_CachingTorchDispatchMode.__torch_dispatch__")
+        frame = frame.f_back
+    return False

@@ -31,7 +31,8 @@ class Pack(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     movable: bool
-    """False for integers and booleans, which routing depends on and which are always kept."""
+    """False for integers and booleans, which routing depends on, and for what a selective checkpoint of the user's
+    saves through our hooks: these are always kept."""
     cast: bool
     """Whether it is a cast of the owner's value rather than the value itself."""
     output: bool = False

@@ -3,6 +3,11 @@
 Operators are numbered through all layers in the order they run. A tensor that is offloaded at operator p with prefetch
 k is freed when operator p + k is reached, and in backward its reload starts when operator u + k is reached again, u
 being its first user in backward. Operators are noticed where they save something; between those no hook of ours runs.
+
+In backward an operator is reached when something that it saved is unpacked. Torch does not specify the order of
+unpacking. Nothing but time depends on it here: what is unpacked before its reload has started is reloaded then and
+waited for, and a reload of what has been unpacked already does nothing. ``tests/runtime/test_unpack_order.py`` unpacks
+in random orders.
 """
 
 from __future__ import annotations
