@@ -333,7 +333,7 @@ def not_returned(handle: Handle) -> list[str]:
         return {
             "bytes of host buffers": manager.host_pool.taken + manager.pinned_pool.taken - stashed,
             "bytes of disk": disk.end - free if disk is not None else 0,
-            "bytes on their way back": manager.returning_bytes,
+            "bytes on their way back": manager.reloads.bytes,
         }
 
     wait_for(lambda: not any(lent().values()))

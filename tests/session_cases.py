@@ -86,7 +86,7 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
         finally:
             faults.disarm()
         kinds = {event.kind for event in run.events[events:]}
-        outcome.line = 3 if "repeated" in kinds else 2 if "rescued" in kinds else 0
+        outcome.line = 3 if "retried" in kinds else 2 if "rescued" in kinds else 0
         outcome.races = [str(race) for race in tide.races()]
         subject.optimizer.zero_grad()
         outcome.leaked = settled(before) - before

@@ -29,12 +29,16 @@ from lowtide._torch_private.modes import (
     remove_function_mode,
     unseen_by_modes,
 )
+from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
 from lowtide._torch_private.nodes import is_cast, is_own_output, node_sequence
+from lowtide._torch_private.operators import is_operator, schema_of
 from lowtide._torch_private.saved_tensor_hooks import saved_by_selective_checkpoint
-from lowtide._torch_private.storages import has_storage, storage_key, storage_of, stored_tensor
+from lowtide._torch_private.settings import PRECISIONS, SETTINGS, Setting
+from lowtide._torch_private.storages import has_storage, storage_address, storage_key, storage_of, stored_tensor
 from lowtide._torch_private.subclasses import PLAIN, Subclass, taken_apart
 from lowtide._torch_private.training.meshes import imagined_process_group
-from lowtide._torch_private.versions import WRITES_UNCOUNTED, written_arguments
+from lowtide._torch_private.versions import WRITES_UNCOUNTED, own_version, written_arguments
+from lowtide._torch_private.views import negated_view, view_base
 
 
 class _Functions(TorchFunctionMode):
@@ -270,3 +274,49 @@ class _Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_counts_its_own_writes_and_knows_what_it_is_a_view_of() -> None:
+    tensor = torch.zeros(4)
+    view = tensor[:2]
+    before = own_version(tensor)
+    view.add_(1)
+    assert own_version(tensor) == own_version(view) == before + 1
+    assert view_base(view) is tensor
+    assert view_base(tensor) is None
+    negated = negated_view(tensor)
+    assert negated.is_neg()
+    assert negated.tolist() == [-1, -1, 0, 0]
+    assert storage_address(tensor.untyped_storage()) == storage_key(negated)
+
+
+def test_an_operator_has_a_schema() -> None:
+    assert is_operator(torch.ops.aten.add_.Tensor)
+    assert not is_operator(torch.ops.higher_order.cond)
+    schema = schema_of(torch.ops.aten.add_.Tensor)
+    assert (schema.name, schema.arguments[0].alias_info.is_write) == ("aten::add_", True)
+
+
+def test_a_modules_dictionaries_are_those_that_it_looks_things_up_in() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    assert list(submodules_of(module)) == ["0"]
+    norm = module[0]
+    assert list(parameters_of(norm)) == ["weight", "bias"]
+    buffers_of(norm)["running_mean"] = changed = torch.ones(2)
+    assert norm.running_mean is changed
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *PRECISIONS])
+def test_a_setting_can_be_read_and_set_to_what_it_was(name: str) -> None:
+    setting: Setting = (SETTINGS | PRECISIONS)[name]
+    before = setting.get()
+    other = not before if isinstance(before, bool) else before
+    try:
+        setting.set(other)
+        assert setting.get() == other
+    except RuntimeError as error:
+        if "not supported by the CPU" not in str(error):
+            raise
+    finally:
+        setting.set(before)
+    assert setting.get() == before

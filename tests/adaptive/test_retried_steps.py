@@ -236,13 +236,14 @@ def test_a_mode_of_other_code_is_not_taken_off() -> None:
 def test_an_optimizer_that_steps_in_backward_is_not_retried() -> None:
     case = Case(rescued=True)
     optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in case.model.parameters()}
+    hooks = []
     for one, optimizer in optimizers.items():
 
         def at_once(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        one.register_post_accumulate_grad_hook(at_once)
+        hooks.append(one.register_post_accumulate_grad_hook(at_once))
     rescue = Rescue(case.model, list(optimizers.values()))
 
     def step() -> Tensor:
@@ -255,6 +256,8 @@ def test_an_optimizer_that_steps_in_backward_is_not_retried() -> None:
     with pytest.raises(RescueError, match="begun to change parameters"):
         rescue.run(step)
     rescue.remove()
+    for hook in hooks:  # a cycle through autograd, which Python cannot collect
+        hook.remove()
 
 
 TWO_DEVICES = """
@@ -364,10 +367,12 @@ def test_gradients_of_the_step_before_are_not_lost(how: str, late: bool) -> None
             torch.empty(1, device="tide")
             return loss.detach()
 
-        found = case.train(step)
-        gradients = [one.grad.detach().cpu() for one in parameters if one.grad is not None]
-        for one in parameters:
-            one.grad = None
+        try:
+            found = case.train(step)
+            gradients = [one.grad.detach().cpu() for one in parameters if one.grad is not None]
+        finally:  # a gradient with a graph is part of a cycle that Python cannot collect
+            for one in parameters:
+                one.grad = None
         return [*found, *gradients]
 
     if late:

@@ -132,7 +132,7 @@ def test_memory_that_disappears_costs_a_step_and_no_bit() -> None:
     run.remove()
     assert losses == expected
     assert [step.rescued > 0 for step in run.steps] == [False] * 7 + [True, False]
-    assert [event.kind for event in run.events].count("repeated") == 1
+    assert [event.kind for event in run.events].count("retried") == 1
 
 
 def test_memory_that_shrinks_in_step_after_step_changes_no_bit() -> None:

@@ -358,7 +358,7 @@ def test_a_step_that_runs_inside_the_optimizers_can_be_retried() -> None:
     expected, _ = train(False)
     losses, kinds = train(True)
     assert losses == expected
-    assert "repeated" in kinds
+    assert "retried" in kinds
 
 
 def test_several_optimizers_end_a_step_together() -> None:

@@ -100,4 +100,4 @@ def diverged(column: str) -> list[bool]:
         return model, handles[0]
 
     train(layout, column, "cpu")
-    return [follower.kind is not None for follower in handles[0].followers]
+    return [follower.own_profile is not None for follower in handles[0].followers]

@@ -104,7 +104,7 @@ def test_settings_without_effect_say_so(seen: Any) -> None:
     assert "not sharded by fully_shard" in found.warnings[0]
     rule = CollectiveRule(Pattern("attention_norm"))
     found = seen("tensor parallel", Policy((LayerPolicy(collectives=(rule,)),) * LAYERS))
-    assert "the collective at attention_norm of layer 0 is not repeated" in found.warnings[0]
+    assert "the collective at attention_norm of layer 0 is not re-issued" in found.warnings[0]
 
 
 @pytest.mark.parametrize(

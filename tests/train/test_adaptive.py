@@ -97,4 +97,4 @@ def test_an_allocation_that_fails_on_a_device_ends_no_run(one: Ranks) -> None:
     (ran,) = one.run(adaptive_runs.run, "llama", {**settings, **ADAPT}, STEPS, "tide", None, failures)
     assert ran.reported == plain.reported
     assert ran.rescued >= len(failures)
-    assert {kind for _, kind in ran.events} & {"rescued", "repeated"}
+    assert {kind for _, kind in ran.events} & {"rescued", "retried"}

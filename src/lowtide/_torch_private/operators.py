@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,11 +16,22 @@ with needed_for("calling operators by name"):
     from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "is_operator",
     "resolved_operator",
+    "schema_of",
     "scoped_library",
     "tree_leaves",
     "tree_map",
 ]
+
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The schema of an operator."""
+
+
+def is_operator(func: Any) -> bool:
+    """Whether a function that a dispatch mode sees has a schema: ``torch.cond`` and its like have none."""
+    return hasattr(func, "_schema")
 
 
 def resolved_operator(kind: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:

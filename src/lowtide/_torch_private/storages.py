@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "StorageWeakRef",
     "has_storage",
     "resize_watchers",
+    "storage_address",
     "storage_bytes",
     "storage_key",
     "storage_of",
@@ -73,6 +75,10 @@ class _ResizeWatchers:
 
 
 resize_watchers = _ResizeWatchers()
+
+
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The address of a storage object: unique while it lives."""
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,9 +17,14 @@ from lowtide._torch_private.subclasses import PLAIN
 __all__ = [
     "WRITES_UNCOUNTED",
     "count_of_writes",
+    "own_version",
     "version_of",
     "written_arguments",
 ]
+
+
+own_version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to, as it counts itself; see :func:`version_of` for subclasses."""
 
 
 def version_of(tensor: Tensor) -> int:

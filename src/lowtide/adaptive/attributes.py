@@ -1,6 +1,6 @@
 """A snapshot of the plain attributes of a model's modules, for a step that may be retried.
 
-A retried step must find them as they were: a count of forwards, a running mean that is not a buffer. The snapshot holds
+A retried step must find them unchanged: a count of forwards, a running mean that is not a buffer. The snapshot holds
 numbers, strings and tensors of modules that are not torch's own, and not the contents of lists and dictionaries. The
 runtime's :class:`lowtide.runtime.module_state.Attributes` holds those too, but would keep every tensor, however large,
 alive for the whole step.

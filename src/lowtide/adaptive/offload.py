@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from lowtide._torch_private.modes import DisableTorchFunction, unseen_by_modes
 from lowtide._torch_private.nodes import without_graph
-from lowtide._torch_private.storages import StorageWeakRef, storage_users, weak_storage
+from lowtide._torch_private.storages import StorageWeakRef, storage_address, storage_users, weak_storage
 from lowtide._torch_private.subclasses import PLAIN, taken_apart
-from lowtide._torch_private.versions import count_of_writes, version_of
+from lowtide._torch_private.versions import count_of_writes, own_version, version_of
+from lowtide._torch_private.views import view_base
 from lowtide.adaptive.counts import Counts
 from lowtide.operators.saved import Saved, kept_apart
 from lowtide.out_of_memory import is_out_of_memory
@@ -69,15 +70,19 @@ class SavedStorages:
             with unseen_by_modes():
                 return self._pack_plain(tensor)
         parts = None if isinstance(tensor, nn.Parameter) else taken_apart(tensor)
-        if parts is None or isinstance(tensor._base, nn.Parameter):
+        if parts is None or isinstance(view_base(tensor), nn.Parameter):
             return kept_apart(tensor)
         return SavedParts(parts, {name: self.pack(part) for name, part in parts.tensors.items()})
 
     def _pack_plain(self, tensor: Tensor) -> Saved:
-        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter or tensor.layout is not torch.strided:
+        if (
+            type(tensor) is nn.Parameter
+            or type(view_base(tensor)) is nn.Parameter
+            or tensor.layout is not torch.strided
+        ):
             return kept_apart(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_address(storage)
         if (tensor.is_cpu and not self.profiling) or key in self.static or storage.nbytes() < self.smallest:
             return kept_apart(tensor)
         with self.lock:
@@ -91,7 +96,7 @@ class SavedStorages:
 
     def find(self, tensor: Tensor) -> OffloadableStorage | None:
         """The storage of a plain tensor, if it is on the device, or if its copy on the host is of the same version."""
-        reference = self.known.get(tensor.untyped_storage()._cdata)
+        reference = self.known.get(storage_address(tensor.untyped_storage()))
         found = None if reference is None else reference()
         return found if found is not None and found.is_current() else None
 
@@ -136,7 +141,7 @@ class OffloadableTensor:
         self.storage = storage
         self.alias: Tensor | None = None
         self.view: View | None = None
-        self.version = tensor._version
+        self.version = own_version(tensor)
         if storage.host is None:
             self.alias = without_graph(tensor)
             storage.tensors.append(weakref.ref(self))
@@ -148,10 +153,10 @@ class OffloadableTensor:
         alias = self.alias  # another thread may offload it meanwhile
         if alias is None:
             alias = self.storage.seen_by(self)
-        if alias._version != self.version:
+        if own_version(alias) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" a tensor of shape {tuple(alias.shape)} is at version {alias._version}; expected version"
+                f" a tensor of shape {tuple(alias.shape)} is at version {own_version(alias)}; expected version"
                 f" {self.version}"
             )
         return alias
@@ -221,7 +226,7 @@ class OffloadableStorage:
             alias = tensor.alias
             if alias is not None:
                 tensor.view = View.by(alias)
-                if alias._version != tensor.version:
+                if own_version(alias) != tensor.version:
                     tensor.version = MODIFIED
                 tensor.alias = None
         self.whole = None
@@ -246,7 +251,7 @@ class OffloadableStorage:
             assert tensor.view is not None
             alias = tensor.view.of(self._on_device())
             if tensor.version != MODIFIED:
-                tensor.version = alias._version
+                tensor.version = own_version(alias)
             if not self.known.profiling:
                 tensor.alias = alias
             return alias
@@ -262,7 +267,7 @@ class OffloadableStorage:
             self.reloaded = weakref.ref(whole.untyped_storage())
         else:
             self.whole, self.host = whole, None
-            self.known.note(self, whole.untyped_storage()._cdata)
+            self.known.note(self, storage_address(whole.untyped_storage()))
         return whole
 
     def _reload(self) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private.modes import unseen_by_modes
-from lowtide._torch_private.storages import storage_key
+from lowtide._torch_private.storages import storage_address, storage_key
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import bytes_of
@@ -70,7 +70,7 @@ class Pager:
                 if freed >= wanted:
                     break
                 storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
+                key, size = storage_address(storage), storage.nbytes()
                 if key in touched or key in self.paged_out or size < self.smallest or not storage.resizable():
                     continue
                 if not freed:

@@ -19,7 +19,7 @@ RECORD_FILE = "adaptive.json"
 
 Phase = Literal["measuring", "planned"]
 """Whether a step ran before the plan, under the safe Policy or profiled, or under the plan's Policy."""
-Kind = Literal["measured", "planned", "switched", "rescued", "repeated", "replanned", "warned"]
+Kind = Literal["measured", "planned", "switched", "rescued", "retried", "replanned", "warned"]
 """What an event is: steps were measured; a plan was made; its Policy was applied; an allocation failed and the step
 survived; a step was retried; the run was re-planned, with the reason; a warning."""
 

@@ -35,7 +35,8 @@ from lowtide._torch_private.modes import (
     insert_dispatch_mode,
     remove_dispatch_mode,
 )
-from lowtide._torch_private.storages import resize_watchers
+from lowtide._torch_private.operators import schema_of
+from lowtide._torch_private.storages import resize_watchers, storage_address
 from lowtide._torch_private.subclasses import PLAIN
 from lowtide._torch_private.versions import WRITES_UNCOUNTED, written_arguments
 from lowtide.adaptive.paging import touched_by
@@ -127,7 +128,7 @@ class RetryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             failure = error.with_traceback(None)
         traits = _Traits(random=False, collective=False, writes=False, overwrites=False, per_tensor=False)
-        call = _Call(resize, (storage, size), {}, traits, {storage._cdata})
+        call = _Call(resize, (storage, size), {}, traits, {storage_address(storage)})
         self._retry(call, None, failure)
         return call.result
 
@@ -275,12 +276,12 @@ _PLAIN = frozenset(PLAIN)
 
 
 def _traits(func: Any) -> _Traits:
-    space, name = func._schema.name.split("::")
-    written = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    space, name = schema_of(func).name.split("::")
+    written = [one for one in schema_of(func).arguments if one.alias_info is not None and one.alias_info.is_write]
     traits = _Traits(
         random=torch.Tag.nondeterministic_seeded in func.tags or space not in _TORCHS_OWN,
         collective=space in COLLECTIVE_NAMESPACES and (space != "_c10d_functional" or bool(written)),
-        writes=bool(written) or func._schema.name in WRITES_UNCOUNTED,
+        writes=bool(written) or schema_of(func).name in WRITES_UNCOUNTED,
         overwrites=name in _OVERWRITING or (bool(written) and all(one.is_out for one in written)),
         per_tensor=name.startswith("_foreach_"),
         two_formulas=has_two_formulas(func),

@@ -195,8 +195,8 @@ class Adaptive:
             if next(attempts):
                 self._use(None)
             with ExitStack() as stack:
-                for listening in self._prepared(stack):
-                    stack.enter_context(listening())
+                for record in self._prepared(stack):
+                    stack.enter_context(record())
                 yield
 
         return attempt
@@ -279,7 +279,7 @@ class Adaptive:
         if counts.any:
             if self.decided is not None and self.decided.policy is not None:
                 self.planning.monitor.missed(self._bucket, self.number, counts.missing)
-            self.say("repeated" if counts.retried_steps else "rescued", "; ".join(counts.reasons[:3]))
+            self.say("retried" if counts.retried_steps else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried_operators + counts.retried_steps + counts.watermark
 
     def take_off(self) -> None:

@@ -109,7 +109,7 @@ class StepProfiler:
             for optimizer in self.optimizers:
                 hooks.append(optimizer.register_step_pre_hook(self.optimizer_begins))
                 hooks.append(optimizer.register_step_post_hook(self.optimizer_ends))
-            with self.prepared() as listening, listening():
+            with self.prepared() as record, record():
                 yield
         finally:
             take_back(hook.remove for hook in hooks)
@@ -121,8 +121,8 @@ class StepProfiler:
         Only the model is touched until the caller enters the context that the yielded function makes, when the step's
         first forward begins.
         """
-        with self._surveying() if self.survey is None else self._recording() as listening:
-            yield listening
+        with self._surveying() if self.survey is None else self._recording() as record:
+            yield record
 
     def optimizer_begins(self, *_: Any) -> None:
         """An optimizer's step begins."""

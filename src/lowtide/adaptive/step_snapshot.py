@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private.generators import generator_key
+from lowtide._torch_private.modules import buffers_of
 from lowtide._torch_private.scaler import forget_unscaling
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide._torch_private.versions import version_of
@@ -52,9 +53,9 @@ class StepSnapshot:
         """Parameters with a gradient that the step has not been seen to drop."""
         self.attributes = AttributeSnapshot(model)
         self.registered = [
-            (module._buffers, name, buffer)
+            (buffers_of(module), name, buffer)
             for module in model.modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if buffer is not None
         ]
         self.buffers = {name: (buffer, version_of(buffer)) for name, buffer in model.named_buffers()}

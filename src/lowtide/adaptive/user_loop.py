@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.optim import Optimizer
 
+from lowtide._torch_private.backward import in_forward_mode
 from lowtide.operators.layers import find_layers
 from lowtide.operators.wrappers import Hook, take_back
 
@@ -54,7 +54,7 @@ class UserLoop:
         """Whether the model was called since :meth:`whole_step` began."""
         self._prepared = ExitStack()
         """The contexts of the next step, or of the running one, that change only the model."""
-        self._listening: list[Callable[[], AbstractContextManager[None]]] = []
+        self._recorders: list[Callable[[], AbstractContextManager[None]]] = []
         """Make the contexts that are entered when the step begins."""
         self._running: ExitStack | None = None
         """These contexts; None while no step runs."""
@@ -80,7 +80,7 @@ class UserLoop:
 
     def prepare(self) -> None:
         """Prepare the model for the next step."""
-        self._listening = self.run.prepare_step(self._prepared)
+        self._recorders = self.run.prepare_step(self._prepared)
 
     def end(self) -> None:
         """End the running step; if none runs, the step did not call the model."""
@@ -106,7 +106,7 @@ class UserLoop:
         for stack in (running, self._prepared):
             if stack is not None:
                 stack.__exit__(_Aborted, _Aborted(), None)
-        self._listening = []
+        self._recorders = []
         self.run.take_off()
 
     def note_calls(self, called: bool) -> None:
@@ -128,7 +128,7 @@ class UserLoop:
 
     def _model_begins(self, part: nn.Module, args: Any) -> None:
         # Under a dispatch mode forward-mode gradients use other formulas, and no loop trains with them.
-        if not torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        if not torch.is_grad_enabled() or in_forward_mode():
             return
         self.called = True
         self.run.compact_if_due()
@@ -147,8 +147,8 @@ class UserLoop:
     def _begin(self) -> None:
         running = self._running = ExitStack()
         try:
-            for listening in self._listening:
-                running.enter_context(listening())
+            for record in self._recorders:
+                running.enter_context(record())
             self.run.begin_step(running)
         except RuntimeError:  # a transform of torch.func allows no hooks: the step runs unwatched
             self.abort()

@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a model: its layers."""
+"""Find the layers of a model: the blocks that it has several of."""
 
 from __future__ import annotations
 

@@ -26,11 +26,13 @@ from lowtide._torch_private.backward import in_forward_mode
 from lowtide._torch_private.collectives import COLLECTIVE_NAMESPACES
 from lowtide._torch_private.modes import DisableTorchFunction, TorchDispatchMode, remove_dispatch_mode
 from lowtide._torch_private.nodes import is_own_output
+from lowtide._torch_private.operators import is_operator, schema_of
 from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     remove_saved_tensors_hooks,
+    saved_by_selective_checkpoint,
 )
 from lowtide._torch_private.storages import has_storage, storage_bytes, storage_key
 from lowtide._torch_private.subclasses import PLAIN
@@ -183,7 +185,7 @@ class Profiler:
 
         ``unseen`` changes are not counted in versions: a replay of the call that made the storage would lack them.
         """
-        name = func._schema.name
+        name = schema_of(func).name
         if self.on_write is not None and changed:
             self._quietly(self.on_write, changed)
         for tensor in changed:
@@ -242,6 +244,7 @@ class Profiler:
     def save(self, tensor: Tensor) -> None:
         """Note that autograd saves a tensor."""
         origin = self.origins.of(tensor)
+        movable = (tensor.is_floating_point() or tensor.is_complex()) and has_storage(tensor)
         self.packs.append(
             Pack(
                 self.open.name if self.open is not None else "",
@@ -251,7 +254,7 @@ class Profiler:
                 storage_bytes(tensor),
                 tuple(tensor.shape),
                 tensor.dtype,
-                (tensor.is_floating_point() or tensor.is_complex()) and has_storage(tensor),
+                movable and not saved_by_selective_checkpoint(),
                 origin.cast,
                 is_own_output(tensor),
             )
@@ -278,7 +281,7 @@ class _Kernels(TorchDispatchMode):
                 "a layer is differentiated in forward mode (torch.func.jvp, forward_ad) while it is profiled, where"
                 " torch computes with other formulas; recompute the layer as a whole, or keep it"
             )
-        if not hasattr(func, "_schema"):  # such as torch.cond, whose inner kernels are not seen
+        if not is_operator(func):  # such as torch.cond, whose inner kernels are not seen
             result = func(*args, **kwargs)
             self.profiler.opaque(tensors_of(result))
             return result
@@ -291,7 +294,7 @@ class _Kernels(TorchDispatchMode):
         # Neither the schemas nor the versions of in-place collectives show what they fill.
         filled = func.namespace == "c10d"
         changed = given if filled else tensors_of(written_arguments(func, args, kwargs))
-        unseen = filled or func._schema.name in WRITES_UNCOUNTED
+        unseen = filled or schema_of(func).name in WRITES_UNCOUNTED
         if made or changed:
             self.profiler.kernel(func, given, made, changed, unseen=unseen)
         return result

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide._torch_private.nodes import is_own_output, without_graph
 from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
-from lowtide._torch_private.versions import version_of
+from lowtide._torch_private.versions import own_version, version_of
 
 __all__ = ["Kept", "PackHook", "Saved", "foreign_pack_hook", "kept", "kept_apart", "unpack"]
 
@@ -18,7 +18,7 @@ class Saved(Protocol):
     """What autograd holds in place of a tensor that it saves."""
 
     def tensor(self) -> Tensor:
-        """The tensor, bitwise as it was saved. May be called several times, or never, on any thread."""
+        """The tensor, with the bits that it was saved with. May be called several times, or never, on any thread."""
 
 
 PackHook: TypeAlias = Callable[[Tensor], Saved]
@@ -37,12 +37,12 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.kept = tensor
-        self.version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+        self.version = own_version(tensor) if type(tensor) is Tensor else version_of(tensor)
 
     def tensor(self) -> Tensor:
         """The tensor, if it was not written to since it was saved."""
         kept = self.kept
-        found = kept._version if type(kept) is Tensor else version_of(kept)
+        found = own_version(kept) if type(kept) is Tensor else version_of(kept)
         if found != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"

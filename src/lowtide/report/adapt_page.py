@@ -23,7 +23,7 @@ _WORDS = {
     "planned": "planned",
     "switched": "switched",
     "rescued": "rescued",
-    "repeated": "retried",
+    "retried": "retried",
     "replanned": "new plan",
     "warned": "note",
 }
@@ -43,7 +43,7 @@ def adaptive_sentence(record: AdaptRecord) -> str:
     if plans:
         parts.append(f"{plans} new plan{'s' if plans > 1 else ''}")
     rescued = sum(step.rescued for step in record.steps)
-    retried = sum(event.kind == "repeated" for event in record.events)
+    retried = sum(event.kind == "retried" for event in record.events)
     failed = f"{rescued} allocation{'s' if rescued > 1 else ''} failed and the run went on" if rescued else ""
     parts.append(failed or "no allocation failed")
     if retried:

@@ -11,13 +11,11 @@ for each backward. Equal settings are one object, so that comparing them is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import _C
 
 from lowtide._torch_private.backward import current_backward
 from lowtide._torch_private.modes import (
@@ -27,58 +25,15 @@ from lowtide._torch_private.modes import (
     function_modes,
     function_modes_on,
 )
+from lowtide._torch_private.settings import PRECISIONS, SETTINGS, Setting
 
 __all__ = ["Ambient", "Precision", "ambient", "precision", "restored"]
 
 
-class _Setting(NamedTuple):
-    """How one setting is read and written."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
+_WRITE = tuple(setting.set for setting in SETTINGS.values())
 
 
-_PRIVATE: Any = _C
-_ONE, _SMALLEST = 1.0, 5e-324
-
-
-def _flushes() -> bool:
-    """Whether this thread takes denormal numbers for zero. Torch cannot be asked, but Python's own product can."""
-    return _SMALLEST * _ONE == 0.0
-
-
-_SETTINGS = {
-    "deterministic algorithms": _Setting(
-        _PRIVATE._get_deterministic_algorithms,
-        lambda value: _PRIVATE._set_deterministic_algorithms(
-            value, warn_only=_PRIVATE._get_deterministic_algorithms_warn_only()
-        ),
-    ),
-    "deterministic algorithms only warn": _Setting(
-        _PRIVATE._get_deterministic_algorithms_warn_only,
-        lambda value: _PRIVATE._set_deterministic_algorithms(_PRIVATE._get_deterministic_algorithms(), warn_only=value),
-    ),
-    "fill uninitialized memory": _Setting(
-        _PRIVATE._get_deterministic_fill_uninitialized_memory, _PRIVATE._set_deterministic_fill_uninitialized_memory
-    ),
-    "default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
-    "flush denormal": _Setting(_flushes, torch.set_flush_denormal),
-    "flash attention": _Setting(_PRIVATE._get_flash_sdp_enabled, _PRIVATE._set_sdp_use_flash),
-    "math attention": _Setting(_PRIVATE._get_math_sdp_enabled, _PRIVATE._set_sdp_use_math),
-    "memory-efficient attention": _Setting(
-        _PRIVATE._get_mem_efficient_sdp_enabled, _PRIVATE._set_sdp_use_mem_efficient
-    ),
-    "cuDNN attention": _Setting(_PRIVATE._get_cudnn_sdp_enabled, _PRIVATE._set_sdp_use_cudnn),
-    "the device's own attention": _Setting(_PRIVATE._get_overrideable_sdp_enabled, _PRIVATE._set_sdp_use_overrideable),
-    "cuDNN": _Setting(_PRIVATE._get_cudnn_enabled, _PRIVATE._set_cudnn_enabled),
-    "cuDNN benchmark": _Setting(_PRIVATE._get_cudnn_benchmark, _PRIVATE._set_cudnn_benchmark),
-    "cuDNN deterministic": _Setting(_PRIVATE._get_cudnn_deterministic, _PRIVATE._set_cudnn_deterministic),
-    "oneDNN": _Setting(_PRIVATE._get_mkldnn_enabled, _PRIVATE._set_mkldnn_enabled),
-}
-_WRITE = tuple(setting.set for setting in _SETTINGS.values())
-
-
-def _reader(settings: dict[str, _Setting]) -> Callable[[], tuple[Any, ...]]:
+def _reader(settings: Mapping[str, Setting]) -> Callable[[], tuple[Any, ...]]:
     """Reads all settings, without a loop: see [Note: the cost of looking]."""
     getters = {f"get{number}": setting.get for number, setting in enumerate(settings.values())}
     source = f"lambda: ({', '.join(f'{name}()' for name in getters)},)"
@@ -86,62 +41,11 @@ def _reader(settings: dict[str, _Setting]) -> Callable[[], tuple[Any, ...]]:
     return made
 
 
-_read_settings = _reader(_SETTINGS)
+_read_settings = _reader(SETTINGS)
 
 
-def _fp32(backend: str, operator: str) -> _Setting:
-    return _Setting(
-        partial(_PRIVATE._get_fp32_precision_getter, backend, operator),
-        lambda value: _PRIVATE._set_fp32_precision_setter(backend, operator, value),
-    )
-
-
-def _legacy_precision() -> str | None:
-    """The setting for all backends; None where they have been set one by one, which torch refuses to sum up."""
-    try:
-        found: str = _PRIVATE._get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-    return found
-
-
-def _set_legacy_precision(value: str | None) -> None:
-    if value is not None:
-        torch.set_float32_matmul_precision(value)
-
-
-_PRECISIONS = {
-    "float32 products": _Setting(_legacy_precision, _set_legacy_precision),  # first: it sets some of the others
-    "float32": _fp32("generic", "all"),
-    **{
-        f"float32, {backend} {operator}": _fp32(backend, operator)
-        for backend in ("cuda", "mkldnn")
-        for operator in ("all", "matmul", "conv", "rnn")
-    },
-    "float16 reductions": _Setting(
-        _PRIVATE._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda value: _PRIVATE._set_cublas_allow_fp16_reduced_precision_reduction(*value),
-    ),
-    "bfloat16 reductions": _Setting(
-        _PRIVATE._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda value: _PRIVATE._set_cublas_allow_bf16_reduced_precision_reduction(*value),
-    ),
-    "float16 accumulation": _Setting(
-        _PRIVATE._get_cublas_allow_fp16_accumulation, _PRIVATE._set_cublas_allow_fp16_accumulation
-    ),
-    "float16 reductions on the host": _Setting(
-        _PRIVATE._get_cpu_allow_fp16_reduced_precision_reduction,
-        _PRIVATE._set_cpu_allow_fp16_reduced_precision_reduction,
-    ),
-    "reductions of math attention": _Setting(
-        _PRIVATE._get_math_sdp_allow_fp16_bf16_reduction, _PRIVATE._set_math_sdp_allow_fp16_bf16_reduction
-    ),
-    "order of attention kernels": _Setting(_PRIVATE._get_sdp_priority_order, _PRIVATE._set_sdp_priority_order),
-    "threads": _Setting(torch.get_num_threads, torch.set_num_threads),
-}
-
-_read_precisions = _reader(_PRECISIONS)
-_WRITE_PRECISIONS = tuple(setting.set for setting in _PRECISIONS.values())
+_read_precisions = _reader(PRECISIONS)
+_WRITE_PRECISIONS = tuple(setting.set for setting in PRECISIONS.values())
 
 Precision: TypeAlias = tuple[Any, ...]
 """The settings that take long to read."""

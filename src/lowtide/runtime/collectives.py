@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide._torch_private.collectives import finish_collective, group_name_of, group_named, is_collective
 from lowtide._torch_private.modes import DisableTorchFunction, unseen_by_modes
 from lowtide._torch_private.operators import tree_map
+from lowtide._torch_private.versions import own_version
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.wrappers import Function, Wrappers
@@ -180,7 +181,7 @@ class _Keeping(TorchFunctionMode):
             with DisableTorchFunction():
                 output = finish_collective(output)  # only then is its version what it stays
                 kept = tree_map(lambda one: one.detach().requires_grad_(one.requires_grad), output)
-            self.results.append((kept, tuple(one._version for one in tensors_of(kept))))
+            self.results.append((kept, tuple(own_version(one) for one in tensors_of(kept))))
         return output
 
 
@@ -205,7 +206,7 @@ class _Kept(TorchFunctionMode):
         output, versions = self.results[self.count]
         self.count += 1
         with DisableTorchFunction():
-            if versions != tuple(one._version for one in tensors_of(output)):
+            if versions != tuple(own_version(one) for one in tensors_of(output)):
                 raise RebuildError(
                     f"{self.whose} cannot be recomputed: what one of its collectives gave was changed in place after"
                     " that; set reissue_collectives (mp_comm_recompute) to true"

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from lowtide._torch_private.compiled import dict_version
 from lowtide._torch_private.modes import unseen_by_modes
+from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
 from lowtide._torch_private.storages import storage_bytes
 from lowtide._torch_private.subclasses import PLAIN
-from lowtide._torch_private.versions import version_of
+from lowtide._torch_private.versions import own_version, version_of
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared
 from lowtide.runtime.outside import Outside, Variable
@@ -39,7 +40,7 @@ def modules_of(layer: nn.Module) -> list[nn.Module]:
     found = [layer]
     known = {layer}
     for module in found:  # which grows
-        for child in module._modules.values():
+        for child in submodules_of(module).values():
             if child is not None and child not in known:
                 known.add(child)
                 found.append(child)
@@ -69,13 +70,13 @@ class Attributes:
 
     def __init__(self, modules: Sequence[nn.Module], outside: Outside) -> None:
         self.modules, self.outside = modules, outside
-        self.watched: list[dict[Any, Any]] = [*map(vars, modules), *(module._modules for module in modules)]
+        self.watched: list[dict[Any, Any]] = [*map(vars, modules), *(submodules_of(module) for module in modules)]
         """In which anything that changes is a change. See :meth:`unchanged`."""
         self.versions: list[int] = []
         self.own = [(vars(module), _own_attributes(module)) for module in modules]
-        self.slots = _slots([*self.own, *((module._modules, module._modules) for module in modules)])
+        self.slots = _slots([*self.own, *((submodules_of(module), submodules_of(module)) for module in modules)])
         self.values = tuple(map(dict.get, *self.slots))
-        self.holders = [module._parameters for module in modules]
+        self.holders = [parameters_of(module) for module in modules]
         self.count = sum(map(len, self.holders))
         """Of all parameters' names."""
         self.parameters = _slots([(one, one) for one in self.holders])
@@ -282,7 +283,7 @@ def _slots(found: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[list
 def _versions(tensors: Iterable[Tensor | None]) -> list[int]:
     """As :func:`version_of` has them."""
     return [
-        0 if one is None else one._version if type(one) in PLAIN and not one.is_inference() else version_of(one)
+        0 if one is None else own_version(one) if type(one) in PLAIN and not one.is_inference() else version_of(one)
         for one in tensors
     ]
 
@@ -337,12 +338,12 @@ class BufferCopies:
         """Copies of all buffers, each with where the module has it."""
         copies: dict[int, Tensor] = {}
         found: list[tuple[dict[str, Any], str, Tensor]] = []
-        modules = [module for module in modules if module._buffers]
+        modules = [module for module in modules if buffers_of(module)]
         if not modules:
             return found
         with torch.no_grad():
             for module in modules:
-                holder: dict[str, Any] = module._buffers
+                holder: dict[str, Any] = buffers_of(module)
                 for name, buffer in holder.items():
                     if buffer is not None:
                         key = id(buffer)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
 from lowtide._torch_private.subclasses import inner_tensor
-from lowtide._torch_private.versions import count_of_writes, version_of
+from lowtide._torch_private.versions import count_of_writes, own_version, version_of
+from lowtide._torch_private.views import view_base
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved
 from lowtide.runtime.arguments import Copied, is_shared
@@ -41,22 +42,28 @@ class Registry:
         made = (output,) if type(output) is Tensor else tensors_of(output)
         call.forms = [form_of_tensor(tensor) for tensor in made]
         for index, tensor in enumerate(made):
-            base = tensor._base
+            base = view_base(tensor)
             for one in given:
-                if tensor is one or (base is not None and (base is one or base is one._base)):
+                if tensor is one or (base is not None and (base is one or base is view_base(one))):
                     break
             else:
                 self.entries[id(tensor)] = (weakref.ref(tensor), call, index, version_of(tensor))
                 if self.parts or type(tensor) is not Tensor:  # others are known by the object or its views
                     writes = count_of_writes(inner_tensor(tensor))
-                    self.storages[storage_key(tensor)] = (weak_storage(tensor), call, index, writes, writes._version)
+                    self.storages[storage_key(tensor)] = (
+                        weak_storage(tensor),
+                        call,
+                        index,
+                        writes,
+                        own_version(writes),
+                    )
 
     def find(self, tensor: Tensor) -> Produced | None:
         """The output that ``tensor`` is, or is a view of; None if it has been written to since."""
         entry = self.entries.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return Produced(entry[1], entry[2], None) if version_of(tensor) == entry[3] else None
-        base = tensor._base
+        base = view_base(tensor)
         if base is None:
             return None
         entry = self.entries.get(id(base))
@@ -73,7 +80,7 @@ class Registry:
             return None
         alive, call, index, writes, version = entry
         # A view that was made below autograd has a version counter of its own, from zero.
-        if alive.expired() or writes._version != version or inner_tensor(tensor)._version not in (version, 0):
+        if alive.expired() or own_version(writes) != version or own_version(inner_tensor(tensor)) not in (version, 0):
             return None
         return Produced(call, index, View.by(tensor))
 

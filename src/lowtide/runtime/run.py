@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowtide._torch_private.modes import DisableTorchFunction
 from lowtide._torch_private.nodes import is_cast
 from lowtide._torch_private.storages import storage_bytes
+from lowtide._torch_private.views import view_base
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved, kept, kept_apart
 from lowtide.operators.wrappers import Function
@@ -79,7 +80,7 @@ class Run:
         self.offloads = None
 
     def _swapped(self, tensor: Tensor, action: Action, swap: Swap) -> Saved | None:
-        if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
+        if type(tensor) is nn.Parameter or type(view_base(tensor)) is nn.Parameter:
             self.diverge()  # parameters never move
             return None
         offloads = self.offloads

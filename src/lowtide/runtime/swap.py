@@ -11,6 +11,7 @@ from lowtide._torch_private.modes import DisableTorchFunction
 from lowtide._torch_private.nodes import without_graph
 from lowtide._torch_private.storages import StorageWeakRef, storage_key, weak_storage
 from lowtide._torch_private.subclasses import PLAIN, taken_apart
+from lowtide._torch_private.versions import own_version
 from lowtide.operators.saved import Kept, PackHook, Saved
 from lowtide.policy import Swap
 from lowtide.runtime.disk import DiskFile, Extent
@@ -155,7 +156,7 @@ class Offloads:
             offloaded = {name: part for name, part in parts.items() if part is not None}
             return SavedParts(whole, offloaded) if whole is not None and len(offloaded) == len(parts) else None
         known = self.known.get(storage_key(tensor))
-        if known is None or known[0].expired() or known[1] != tensor._version:  # written to since: another value
+        if known is None or known[0].expired() or known[1] != own_version(tensor):  # written to since: another value
             return None
         swapped, shape, dtype = known[2:]
         self.latest.append(swapped)
@@ -200,7 +201,7 @@ class Offloads:
         if not entire:
             return SwappedSlice(swapped, tensor)
         if not alone:
-            version = tensor._version
+            version = own_version(tensor)
             self.known[storage_key(tensor)] = (weak_storage(tensor), version, swapped, source.shape, source.dtype)
         return swapped if source is tensor else SwappedView(swapped, tensor)
 

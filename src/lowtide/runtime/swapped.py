@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch_private.backward import at_end_of_backward, current_backward
+from lowtide._torch_private.versions import own_version
 from lowtide.errors import SwapError
 from lowtide.operators.saved import Saved
 from lowtide.out_of_memory import is_out_of_memory
@@ -73,7 +74,7 @@ class Swapped:
         self.source: Tensor | None = source
         """The tensor, until its device memory is freed."""
         self.shape, self.dtype, self.device = source.shape, source.dtype, source.device
-        self.version = source._version
+        self.version = own_version(source)
         self.mutated = self.ahead = self.handed = False
         self.target: Tensor | None = None
         """Where it is reloaded to."""
@@ -83,7 +84,7 @@ class Swapped:
         source = self.source
         if source is None:
             return
-        if source._version != self.version:
+        if own_version(source) != self.version:
             self.mutated = True  # the copy may have seen either value; autograd would refuse it, and so do we
         self.copy.wait_offload()
         self.source = None
@@ -110,7 +111,7 @@ class Swapped:
         """The tensor on the device. SwapError if it was modified in place, or if its reload failed twice."""
         with self.reloads.lock:
             source = self.source  # another thread's forward may free it meanwhile
-            if self.mutated or (source is not None and source._version != self.version):
+            if self.mutated or (source is not None and own_version(source) != self.version):
                 raise SwapError(
                     f"what {self.line.whose} produced was changed in place after it was"
                     " saved for backward; autograd would refuse it too: keep the tensor, or do not write into it"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch_private.subclasses import Subclass, inner_tensor, landed_tensor, subclass_wrapper
+from lowtide._torch_private.views import negated_view
 from lowtide.operators.saved import Saved
 
 __all__ = ["SavedParts", "View", "as_stored"]
@@ -18,7 +19,7 @@ def as_stored(tensor: Tensor) -> Tensor:
     """A tensor as its storage has the numbers: neither seen as their conjugates nor with the other sign."""
     if tensor.is_conj():
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return negated_view(tensor) if tensor.is_neg() else tensor
 
 
 class View(NamedTuple):
@@ -53,7 +54,7 @@ class View(NamedTuple):
         if self.conjugate:
             part = part.conj()
         if self.negative:
-            part = torch._neg_view(part)
+            part = negated_view(part)
         return part if self.wrap is None else self.wrap(part)
 
 

@@ -31,14 +31,16 @@ from torch import Tensor, nn
 from lowtide._torch_private.backward import backward_node_number
 from lowtide._torch_private.modes import TorchDispatchMode, insert_dispatch_mode, remove_dispatch_mode
 from lowtide._torch_private.nodes import node_number
+from lowtide._torch_private.operators import schema_of
 from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
     insert_saved_tensors_hooks,
     remove_saved_tensors_hooks,
 )
-from lowtide._torch_private.storages import resize_watchers, storage_key, storage_of
+from lowtide._torch_private.storages import resize_watchers, storage_address, storage_key, storage_of
 from lowtide._torch_private.subclasses import Subclass, taken_apart
 from lowtide._torch_private.versions import written_arguments
+from lowtide._torch_private.views import view_base
 from lowtide.cost.kernels import kernel_flops
 from lowtide.cost.shape import shape_text
 from lowtide.cost.stopwatch import seconds_between
@@ -261,7 +263,7 @@ class Recorder(TorchDispatchMode):
     def see(self, tensor: Tensor) -> int:
         """A storage is seen: if for the first time, it was made now."""
         storage = storage_of(tensor)
-        key = storage._cdata
+        key = storage_address(storage)
         if key in self.known or key in self.static or not self._is_here(tensor):
             return self.known.get(key, -1)
         return self._begun(storage, storage.nbytes())
@@ -269,7 +271,7 @@ class Recorder(TorchDispatchMode):
     def _was_there(self, tensor: Tensor) -> None:
         """A storage that is not known is held outside; unless it is freed here, it stays over the step."""
         storage = storage_of(tensor)
-        key = storage._cdata
+        key = storage_address(storage)
         known = key in self.known or key in self.static or key in self.given
         if known or not self._is_here(tensor) or (tensor.is_cpu and tensor.dim() == 0):
             return
@@ -290,7 +292,7 @@ class Recorder(TorchDispatchMode):
     def _begun(self, storage: torch.UntypedStorage, size: int) -> int:
         if self.next is not None:
             self.move(*self.next)
-        key, number = storage._cdata, len(self.storages)
+        key, number = storage_address(storage), len(self.storages)
         self.storages.append(Storage(size, self.place, operator=self.operator))
         self.known[key] = number
         self.references[key] = weakref.ref(storage, lambda _: self._ended(key, number))
@@ -308,7 +310,7 @@ class Recorder(TorchDispatchMode):
         return resize(storage, size)
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
+        key = storage_address(storage)
         number = self.known.get(key, -1)
         if self.quiet or key in self.static:
             return
@@ -331,7 +333,7 @@ class Recorder(TorchDispatchMode):
             self.formulas.settle()
         if self.paused:
             result = func(*args, **kwargs)
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 self.written(tensors_of(written_arguments(func, args, kwargs)))
             if has_two_formulas(func):
                 self.formulas.note(result)
@@ -362,14 +364,14 @@ class Recorder(TorchDispatchMode):
         if ranks:
             changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
-        if func._schema.name in _FREE or not (fresh or changed):
+        if schema_of(func).name in _FREE or not (fresh or changed):
             return result
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in [*fresh, *changed]))
         kernel = RecordedKernel(
-            func._schema.name,
+            schema_of(func).name,
             self.operator,
             computed_in(given or made),
-            kernel_flops(func._schema.name, args, kwargs, result),
+            kernel_flops(schema_of(func).name, args, kwargs, result),
             sum(map(bytes_read, given)) + sum(map(bytes_read, fresh)),
             "" if ranks else shape_text(args, kwargs),
             reads,
@@ -379,7 +381,7 @@ class Recorder(TorchDispatchMode):
             (begin, end) if self.clock is not None else None,
         )
         adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped
-        if (adds and not given[0]._is_view()) or (not self.meeting and kernel.kind in _FILLING):
+        if (adds and view_base(given[0]) is None) or (not self.meeting and kernel.kind in _FILLING):
             self.into[len(self.kernels)] = (self.number(given[0]), self.number(made[0]))
         self.note("run", len(self.kernels))
         self.kernels.append(kernel)
