@@ -43,7 +43,7 @@ __all__ = [
     "on_cpu",
     "peer",
     "peer_offloading",
-    "repeated",
+    "recomputed_by_hand",
     "selective",
     "unchanged",
 ]
@@ -158,7 +158,7 @@ def unchanged(model: nn.Module) -> Iterator[Attached]:
 
 
 @contextmanager
-def repeated(model: nn.Module) -> Iterator[Attached]:
+def recomputed_by_hand(model: nn.Module) -> Iterator[Attached]:
     """Every layer under saved-tensor hooks that do nothing, and the feed-forward's silu and product run twice."""
     blocks = [layer.mlp for layer in find_layers(model).modules]
     for block in blocks:
@@ -180,7 +180,7 @@ def _twice(block: Any, x: Tensor) -> Tensor:
 
 
 def by_hand_swap(positions: frozenset[int]) -> Callable[[nn.Module], AbstractContextManager[Attached]]:
-    """Every layer under hooks, a dozen lines, that clone the tensors saved at these positions out and back."""
+    """Every layer under hooks, a dozen lines, that copy the tensors saved at these positions to the host and back."""
 
     def hooks() -> saved_tensors_hooks:
         position = -1
@@ -190,10 +190,10 @@ def by_hand_swap(positions: frozenset[int]) -> Callable[[nn.Module], AbstractCon
             position += 1
             if position not in positions:
                 return tensor
-            return (tensor.clone(),)
+            return tensor.device, tensor.to("cpu")
 
         def unpack(saved: Any) -> Tensor:
-            return saved if isinstance(saved, Tensor) else saved[0].clone()
+            return saved if isinstance(saved, Tensor) else saved[1].to(saved[0])
 
         return saved_tensors_hooks(pack, unpack)
 

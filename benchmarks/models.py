@@ -31,12 +31,13 @@ __all__ = [
     "EIGHTH",
     "QUICK",
     "TINY",
+    "WIDE",
     "Attach",
     "Attached",
+    "LlamaLayers",
     "Shape",
     "StepFigures",
     "TinyGated",
-    "TinyLlama",
     "Trainer",
     "use_machine",
 ]
@@ -58,6 +59,7 @@ class Shape:
 
 EIGHTH = Shape(layers=32, sequence=256, hidden=512, intermediate=1792, heads=4, vocabulary=4000, factor=1 / 8)
 QUICK = Shape(layers=24, sequence=128, hidden=256, intermediate=896, heads=2, vocabulary=2000, factor=1 / 16)
+WIDE = Shape(layers=2, sequence=64, hidden=1024, intermediate=2816, heads=8, vocabulary=32)
 TINY = Shape(layers=2, sequence=8, hidden=16, intermediate=32, heads=2, vocabulary=32)
 
 
@@ -205,15 +207,15 @@ def _requested() -> int:
     return int(torch.accelerator.memory_stats()["requested_bytes.all.current"])
 
 
-class TinyLlama(nn.Module):
-    """Llama's own layers, so small that a step is all Python and dispatch; nothing before or after them."""
+class LlamaLayers(nn.Module):
+    """Llama's own layers, nothing before or after them; the tiny ones are all Python and dispatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape = TINY, device: str = "cpu") -> None:
         super().__init__()
-        model = llama(TINY)
+        model = llama(shape).to(device)
         self.layers = model.model.layers
-        self.x = torch.randn(1, TINY.sequence, TINY.hidden, requires_grad=True)
-        self.positions = model.model.rotary_emb(self.x, torch.arange(TINY.sequence)[None])
+        self.x = torch.randn(1, shape.sequence, shape.hidden).to(device).requires_grad_()
+        self.positions = model.model.rotary_emb(self.x, torch.arange(shape.sequence, device=device)[None])
 
     def forward(self) -> Tensor:
         x = self.x

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide._torch_private.generators import current_accelerator
 
-__all__ = ["HostRandom", "ProcessRandom", "RandomState", "default_generators", "is_accelerator_used", "is_generator"]
+__all__ = ["HostRandom", "ProcessRandom", "RandomState", "default_generators", "device_generators", "is_generator"]
 
 
 class RandomState:
@@ -56,30 +56,29 @@ class RandomState:
 
 
 def default_generators(given: Iterable[Any] = ()) -> list[torch.Generator]:
-    """Torch's own generators: the host's, the current device's, and those of the tensors and devices ``given``.
+    """Torch's own generators: the host's and :func:`device_generators`."""
+    return [torch.default_generator, *device_generators(given)]
+
+
+def device_generators(given: Iterable[Any] = ()) -> list[torch.Generator]:
+    """Torch's own generators of the current device, and of the tensors and devices ``given``.
 
     None of a device that this process has not begun to use: asking for its generator would begin that.
     """
-    found = [torch.default_generator]
     kind = _accelerator()
-    if kind is not None:
-        of_devices = getattr(torch.get_device_module(kind), "default_generators", ())
-        devices = [one if type(one) is torch.device else one.device for one in given]
-        indices = {one.index for one in devices if one.type == kind and one.index is not None}
-        indices.add(torch.accelerator.current_device_index())
-        found += [of_devices[index] for index in sorted(indices) if index < len(of_devices)]
-    return found
+    if kind is None:
+        return []
+    of_devices = getattr(torch.get_device_module(kind), "default_generators", ())
+    devices = [one if type(one) is torch.device else one.device for one in given]
+    indices = {one.index for one in devices if one.type == kind and one.index is not None}
+    indices.add(torch.accelerator.current_device_index())
+    return [of_devices[index] for index in sorted(indices) if index < len(of_devices)]
 
 
 def _accelerator() -> str | None:
     """The kind of the accelerator, if this process has begun to use it."""
     device: torch.device | None = current_accelerator()
     return device.type if device is not None and _begun(device.type)() else None
-
-
-def is_accelerator_used() -> bool:
-    """Whether this process has begun to use an accelerator."""
-    return _accelerator() is not None
 
 
 @cache

@@ -37,7 +37,7 @@ from lowtide.runtime.communication import keep_slice, keeping_collectives, tenso
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.module_state import Attributes, BufferCopies, ModuleStates, modules_of
 from lowtide.runtime.outside import Outside
-from lowtide.runtime.randomness import HostRandom, RandomState, default_generators, is_accelerator_used
+from lowtide.runtime.randomness import HostRandom, RandomState, device_generators
 from lowtide.runtime.refuse import is_left_alone
 
 __all__ = ["may_stop_early", "recompute_layer"]
@@ -213,12 +213,10 @@ class _Call:
         self.kwargs = {name: _held(value) for name, value in kwargs.items()}
         self.modules = ModuleStates(attributes)
         self.buffers = whole.buffers.take(attributes.modules)
-        # The checkpoint sees to the host's, and to those of the devices that positional arguments are on.
+        # The checkpoint restores the host's generator, and those of the devices that positional arguments are on.
         on_device = any(isinstance(value, torch.Tensor) and not value.is_cpu for value in args)
-        more = attributes.generators or (is_accelerator_used() and not on_device)
-        self.random = (
-            RandomState([*default_generators(tensors_of((args, kwargs))), *attributes.generators]) if more else None
-        )
+        generators = [*attributes.generators, *([] if on_device else device_generators(tensors_of(kwargs)))]
+        self.random = RandomState(generators) if generators else None
         self.host = HostRandom()
         self.ambient = ambient(precision())
 
