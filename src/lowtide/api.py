@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.errors import PlanError
 from lowtide.units import parse_bytes
@@ -32,6 +32,7 @@ def adapt(
     budget: int | str = "auto",
     profiling_steps: int = 10,
     rescue: bool = True,
+    watch: Literal["suspicion", "always"] = "suspicion",
     swap: bool = True,
     policy: Policy | None = None,
     layers: str | None = None,
@@ -44,8 +45,10 @@ def adapt(
 
     The first ``profiling_steps`` steps recompute every layer and are measured; then the fastest Policy whose memory is
     within ``budget`` is applied. ``"auto"`` is all that the device has. On OOM, saved tensors are offloaded to the host
-    and the operator, or the step, is retried, unless ``rescue`` is False. ``policy`` holds decisions that the plan
-    must not change. What was measured and planned is saved in ``directory``.
+    and the operator, or the step, is retried, unless ``rescue`` is False. Operators are watched for it in steps that
+    give a reason, such as a batch larger than any before; ``watch="always"`` watches them in all steps, which takes
+    about 40 microseconds for each. ``policy`` holds decisions that the plan must not change. What was
+    measured and planned is saved in ``directory``.
 
     Pass every optimizer that steps, as a list if there are several. A model has one run: a second ``adapt`` of the same
     model or optimizer, or of a part of it, removes the first and says so.
@@ -78,6 +81,7 @@ def adapt(
         profiling_steps=profiling_steps,
         budget=None if budget == "auto" else parse_bytes(budget),
         rescue=rescue,
+        watch=watch,
         swap=swap,
         verbose=verbose,
     )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from lowtide import LayerPolicy, Recompute
 from lowtide.adaptive.decide import Decided, Situation, decide
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import even_pipeline
-from lowtide.units import format_seconds
 from traced_cases import DEVICE, hand_made_trace
 
 LAYERS = 8
@@ -78,18 +76,6 @@ def test_a_run_that_survived_so_far_goes_on_with_what_takes_least() -> None:
     one_that_takes_more = decided(PLENTY)
     found = decided(LEAST // 2, lost=1, before=one_that_takes_more)
     assert found.policy != one_that_takes_more.policy
-
-
-def test_what_watching_costs_is_part_of_the_plan() -> None:
-    pipeline = even_pipeline(LAYERS)
-    situation = Situation(trace=TRACE, device=DEVICE, pipeline=pipeline, capacity=PLENTY, watching=1e-5)
-    found = decide(situation, AdaptSettings())
-    kernels = sum(len(TRACE.parts[place].kernels) for place in TRACE.layers)
-    kernels += sum(len(part.kernels) for part in (TRACE.before, TRACE.after, TRACE.optimizer))
-    assert f"about {format_seconds(kernels * 1e-5)} of the host's time a step" in found.plan.notes[-1]
-    assert found.plan.notes[-1] in found.reason
-    again = decide(replace(situation, capacity=LEAST // 2, lost=1, before=found, watching=2e-5), AdaptSettings())
-    assert sum("is watched" in note for note in again.plan.notes) == 1
 
 
 def test_a_run_that_nothing_fits_goes_on_as_far_as_it_can() -> None:

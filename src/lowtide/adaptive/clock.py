@@ -57,6 +57,13 @@ class Clock:
         """The most bytes that were allocated since the step began."""
         return 0 if self._on_cpu else int(torch.accelerator.max_memory_allocated(self.device))
 
+    def shortages(self) -> int:
+        """How often the allocator has failed, or had to return its unused segments to the device first."""
+        if self._on_cpu:
+            return 0
+        found = torch.accelerator.memory_stats(self.device)
+        return int(found.get("num_alloc_retries", 0) + found.get("num_ooms", 0))
+
     def capacity(self) -> int | None:
         """The bytes of the device that this process can have; None on a CPU, whose memory is not planned."""
         return None if self._on_cpu else available_capacity(self.device)

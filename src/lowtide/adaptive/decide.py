@@ -12,14 +12,12 @@ from lowtide.planner.plan import Plan
 from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Policy, Recompute
 from lowtide.trace.trace import Trace
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import format_bytes
 
 __all__ = ["Decided", "Situation", "decide", "safe_policy"]
 
 SEGMENT = 2 << 20
 """The bytes of a caching allocator's segment for small tensors: a plan may be off by one segment."""
-
-WATCHED = "every operator is watched for OOM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +38,6 @@ class Situation:
     """Bytes that were missing in OOMs under earlier plans."""
     before: Decided | None = None
     """What was decided before these OOMs."""
-    watching: float = 0.0
-    """Seconds of host time for each operator, if all of them are watched from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +71,6 @@ def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = Tru
     there is no Policy, since the rescue can offload more than any Policy; if the run is not ``rescued``, every layer is
     recomputed. After OOMs that leave too little for any plan, the run goes on with the Policy that takes least.
     """
-    decided = _decide(situation, settings, rescued=rescued)
-    if not situation.watching:
-        return decided
-    seconds = situation.watching * _operators(situation.trace, situation.pipeline)
-    note = f"{WATCHED}: about {format_seconds(seconds)} of the host's time a step"
-    others = [
-        one for one in decided.plan.notes if not one.startswith(WATCHED)
-    ]  # a plan that is reused has the note already
-    plan = replace(decided.plan, notes=(*others, note))
-    return replace(decided, plan=plan, reason=f"{decided.reason}; {note}")
-
-
-def _decide(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> Decided:
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
     margin = _margin(situation, safe)
@@ -118,13 +101,6 @@ def _decide(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> 
         f" A capacity of {format_bytes(enough)} ({enough} bytes) works. {plan.notes[0]}"
     )
     return Decided(plan=plan, policy=None if rescued else safe, budget=budget, reason=reason)
-
-
-def _operators(trace: Trace, pipeline: Pipeline) -> int:
-    """How many kernels a rank runs in a step, if all stages are alike."""
-    inside = sum(len(trace.parts[part].kernels) for part in trace.layers) // max(1, pipeline.stages)
-    outside = len(trace.before.kernels) + len(trace.after.kernels)
-    return (inside + outside) * pipeline.micro_batches + len(trace.optimizer.kernels)
 
 
 def _margin(situation: Situation, safe: Policy) -> int:

@@ -9,6 +9,7 @@ from lowtide.adaptive.machine import profile_device
 from lowtide.adaptive.plan_monitor import PATIENT, PlanMonitor
 from lowtide.adaptive.ranks import Ranks
 from lowtide.adaptive.settings import AdaptSettings
+from lowtide.adaptive.suspicion import Suspicion
 from lowtide.errors import LowtideError
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.simulation import Simulation
@@ -31,6 +32,7 @@ class Planning:
         self.replaced: dict[int, Decided] = {}
         """What was decided for it before the last re-plan."""
         self.monitor = PlanMonitor(settings.error, settings.replan_every)
+        self.suspicion = Suspicion()
         self.safe_peak = 0
         """The most bytes that were allocated in a step under the safe Policy."""
 
@@ -42,11 +44,10 @@ class Planning:
         """Whether a new plan of this length should begin with compacted memory: the first, and after an OOM."""
         return not self.plans or length in self.monitor.lost
 
-    def make(self, step: int, length: int, trace: Trace, clock: Clock, *, rescued: bool, watching: float) -> None:
+    def make(self, step: int, length: int, trace: Trace, clock: Clock, *, rescued: bool) -> None:
         """Make the plan of a length after a step, on the first rank, for all ranks.
 
-        ``rescued`` says whether there is a rescue, and ``watching`` how many seconds it takes for each operator if it
-        watches every one. Where the plan fails on the first rank, every rank raises its error.
+        ``rescued`` says whether there is a rescue. Where the plan fails on the first rank, every rank raises its error.
         """
         capacity = clock.capacity()
         situation = Situation(
@@ -58,7 +59,6 @@ class Planning:
             safe_peak=self.ranks.largest(self.safe_peak) if not length else 0,
             lost=self.ranks.largest(self.monitor.lost.get(length, 0)),
             before=self.replaced.get(length),
-            watching=watching,
         )
         decided: Decided | None = None
         failed: LowtideError | None = None
@@ -71,6 +71,7 @@ class Planning:
             raise failed
         agreed = self.ranks.decided(decided)
         self.monitor.planned(length, step)
+        self.suspicion.planned(length)
         words = f" for {length} tokens" if length else ""
         policy = f": Policy {agreed.policy.digest[:12]}" if agreed.policy is not None else ""
         self.journal.note(step, "switched", f"{agreed.reason}{words}{policy}")
@@ -83,12 +84,15 @@ class Planning:
         if length:  # segments that batches of other lengths took stay until the device asks for them back
             peak, planned, words = clock.peak_allocated(), simulation.peak, "allocated"
         reason = self.monitor.wrong(length, peak, planned, words)
-        wanted = self.monitor.may_replan(step)
-        if self.ranks.all.alone:
-            wanted = wanted and bool(reason)
-        else:  # ranks ask each other every few steps, all of them in the same step
-            wanted = wanted and step % PATIENT == 0 and self.ranks.all.any_of([bool(reason)])[0]
-        if wanted:
+        wanted = bool(reason)
+        if not self.ranks.all.alone:  # ranks ask each other every few steps, all of them in the same step
+            if step % PATIENT:
+                return
+            watched = step < self.suspicion.until
+            wanted, watched = self.ranks.all.any_of([wanted, watched])
+            if watched:
+                self.suspicion.all_ranks(step)
+        if wanted and self.monitor.may_replan(step):
             self.journal.note(step, "replanned", reason or "another rank asked for it")
             self.monitor.replans += 1
             self.replaced[length] = self.plans.pop(length)

@@ -7,12 +7,13 @@
 3. The step is retried: generators, buffers and gradients are restored, and the first two lines are armed.
 
 The first two need a pack hook on every saved tensor and a dispatch mode around every kernel, some microseconds each.
-While they are disarmed, an OOM goes straight to the third line. Only the optimizer's step, which has few kernels, is
-watched in any case.
+While they are disarmed, an OOM goes straight to the third line, and the optimizer's step is watched only if
+``watches_optimizer`` says so.
 
 A rank must not retry a step alone: the order of the ranks' collectives would be broken for good. With several ranks the
-third line is taken by agreement, before the first optimizer steps, where every rank has issued the same collectives. A
-rank that is disarmed, or that has nothing left to offload, can only fail.
+third line is taken by agreement, before the first optimizer steps, where every rank has issued the same collectives,
+and only in steps for which all ranks are armed. A rank that is disarmed, that has nothing left to offload, or whose
+step is spoilt while the others are disarmed, can only fail.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class Rescue:
         self.counts = Counts()
         self.watermark: int | None = None
         """Bytes allocated above which the oldest saved tensors are offloaded when a layer begins; None: no limit."""
-        self.armed = False
+        self.armed = self.together = False
+        """Whether every operator is watched, and whether it is on all ranks."""
+        self.watches_optimizer: Callable[[], bool] = lambda: True
+        """Asked when an optimizer's step begins and nothing is armed: whether to watch it."""
         self.storages = SavedStorages(smallest, self.counts)
         self.pager = Pager(optimizers, smallest, self.storages.lock, self.counts)
         self._mode = RetryMode(self, multiple)
@@ -169,6 +173,8 @@ class Rescue:
 
     def _alone(self, why: str) -> str:
         """The error message where one of several ranks cannot go on."""
+        if self.armed and not self.together:
+            return f"{why} on this rank, in a step that the other ranks do not watch; a rank cannot retry it alone"
         if self.armed:
             return f"{why} on this rank, nothing is left to offload, and a rank cannot retry a step alone"
         return f"{why} on this rank, and a rank cannot retry a step alone; call arm() on all ranks before the step"
@@ -183,19 +189,22 @@ class Rescue:
         try:
             self.settle()
             if self.armed:
-                known = [*self.model.parameters(), *self.model.buffers()]
-                self.storages.static = frozenset(storage_key(one) for one in known)
-                self._mode.on()
-                insert_saved_tensors_hooks(self._pack, unpack)
-                for layer in self._layers:
-                    self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
-                for handle in self._handles:  # its hooks are the inner ones
-                    handle.manager.keep = self.storages.pack
+                self._watch()
             yield
             if not self._agreed:  # no optimizer has stepped
                 self._agree()
         finally:
             take_back([self.end_step])
+
+    def _watch(self) -> None:
+        known = [*self.model.parameters(), *self.model.buffers()]
+        self.storages.static = frozenset(storage_key(one) for one in known)
+        self._mode.on()
+        insert_saved_tensors_hooks(self._pack, unpack)
+        for layer in self._layers:
+            self._on_layers.append(layer.register_forward_pre_hook(Hook(self._before_layer)))
+        for handle in self._handles:  # its hooks are the inner ones
+            handle.manager.keep = self.storages.pack
 
     def end_step(self) -> None:
         """Take off the modes and hooks of a step; an interrupt may have left some on. No-op if no step runs."""
@@ -219,17 +228,19 @@ class Rescue:
         self._handles.remove(handle)
         handle.manager.keep = None
 
-    def arm(self) -> None:
-        """From the next step on, watch every saved tensor and every operator. Call it on all ranks, or on none."""
-        self.armed = True
+    def arm(self, *, together: bool = True) -> None:
+        """From the next step on, watch every saved tensor and every operator; ``together``: so do all ranks."""
+        self.armed, self.together = True, together
+
+    def arm_now(self) -> None:
+        """Watch the rest of the running step too, on this rank."""
+        if self._inside and not self.armed:
+            self.arm(together=False)
+            self._watch()
 
     def disarm(self) -> None:
-        """From the next step on, watch only the optimizer."""
-        self.armed = False
-
-    def seconds_per_operator(self) -> float:
-        """What watching an operator costs on the host, measured now; 0 if it cannot be measured now."""
-        return 0.0 if self._inside or self.pager.paged_out else self._mode.seconds_per_operator()
+        """From the next step on, watch nothing, or only the optimizer."""
+        self.armed = self.together = False
 
     def settle(self) -> bool:
         """Page in what is paged out; whether there was room for it all. The mode stays on if not."""
@@ -273,6 +284,8 @@ class Rescue:
         self.counts.note(reason)
         if not self._inside:
             raise RescueError(f"{reason}, outside of a step; leave more memory")
+        if self.ranks > 1 and not self.together:
+            raise RescueError(self._alone(reason))
         if self.ranks == 1 or self._agreed:
             raise self._request(reason)
 
@@ -363,8 +376,11 @@ class Rescue:
             self._agree()
         if self._snapshot is not None:
             self._snapshot.optimizer_begins(optimizer)
-        self.pager.stepping = optimizer
-        self._mode.on()
+        if self.armed or self.watches_optimizer():
+            self.pager.stepping = optimizer
+            self._mode.on()
+        elif not type(optimizer).__module__.startswith("torch.optim"):
+            self._mode.wrote = True  # other optimizers may write unseen
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside:
@@ -380,7 +396,7 @@ class Rescue:
 
     def _agree(self) -> None:
         """Retry the step if it is spoilt on any rank. All ranks call this at the same point of a step."""
-        if self.ranks == 1 or not self.armed:
+        if self.ranks == 1 or not self.together:
             return
         self._agreed = True
         spoilt = torch.tensor(int(self._spoilt), device="cpu")

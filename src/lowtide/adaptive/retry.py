@@ -23,7 +23,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -101,24 +100,6 @@ class RetryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         remove_dispatch_mode(self)
         resize_watchers.remove(self._resize)
         self.formulas.settle()
-
-    def seconds_per_operator(self, calls: int = 100) -> float:
-        """What the mode costs on the host for each operator, measured now, while it is off."""
-        one = torch.empty(1, device="cpu")
-
-        def seconds() -> float:
-            begin = perf_counter()
-            for _ in range(calls):
-                one.detach()
-            return (perf_counter() - begin) / calls
-
-        plain = min(seconds() for _ in range(3))
-        try:
-            self.on()
-            watched = min(seconds() for _ in range(3))
-        finally:
-            self.off()
-        return max(0.0, watched - plain)
 
     def _resize(self, resize: Callable[[Any, int], Any], storage: Any, size: int) -> Any:
         try:

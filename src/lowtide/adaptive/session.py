@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -44,6 +44,8 @@ from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.adaptive.user_loop import UserLoop, unwrapped
 from lowtide.errors import RescueError
+from lowtide.operators.calls import tensors_of
+from lowtide.out_of_memory import is_out_of_memory
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import Plan
 from lowtide.policy import Policy
@@ -112,8 +114,8 @@ class Adaptive:
         """Whether the running step is profiled."""
         self.decided: Decided | None = None
         """What was decided for the running step; None before the first plan, and where the step is profiled."""
-        self._in_user_loop = False
-        """Whether the user's loop makes the steps, so that none can be retried."""
+        self._failed = False
+        """Whether an allocation failed in the step that has just ended."""
         self._compact = False
         """Whether to compact memory when the next step's first forward begins."""
         replaced = [other for other in _RUNS if not _objects(other).isdisjoint(_objects(self))]
@@ -138,6 +140,7 @@ class Adaptive:
             layers=None if several else self.model.layers,
         )
         self.rescue.arm()
+        self.rescue.watches_optimizer = lambda: bool(self.planning.suspicion.short(self._bucket, self.clock))
         for handle in self.handles:
             self.rescue.follow(handle)
 
@@ -165,7 +168,6 @@ class Adaptive:
             self.loop.end()
             return None
         self.loop.abort()
-        self._in_user_loop = False
         if not self.number:
             self._locate()
         self._before(tokens or 0)
@@ -215,7 +217,6 @@ class Adaptive:
 
     def begin_step(self, running: ExitStack) -> None:
         """A step of the user's loop begins: watch for OOM in it, below the modes that are on already."""
-        self._in_user_loop = True
         if not self.number:
             self._locate()
         if self.rescue is not None:
@@ -238,18 +239,28 @@ class Adaptive:
             self._arm(self.rescue)
 
     def _arm(self, rescue: Rescue) -> None:
-        """Watch every operator where the step could not be retried, or where memory is known to be short."""
-        decided = self.decided
-        scarce = (
-            decided is None or decided.policy is None or decided.scarce or self._bucket in self.planning.monitor.lacking
-        )
-        (rescue.arm if scarce or not self._can_retry else rescue.disarm)()
+        """Watch every operator of the next step if there is a reason. See [Note: armed on suspicion]."""
+        decided, suspicion = self.decided, self.planning.suspicion
         rescue.watermark = decided.budget if decided is not None and decided.plan.feasible else None
+        together = (
+            self.settings.watch == "always"
+            or decided is None
+            or decided.policy is None
+            or decided.scarce
+            or suspicion.together(self._bucket, self.number + 1)
+        )
+        watched = suspicion.before(self.number + 1) or self._bucket in self.planning.monitor.lacking
+        if together or watched:
+            rescue.arm(together=together)
+        else:
+            rescue.disarm()
 
-    @property
-    def _can_retry(self) -> bool:
-        """Whether this process can retry a whole step by itself, so that the rescue need not be armed."""
-        return self.ranks.all.alone and not self._in_user_loop
+    def model_begins(self, inputs: Any) -> None:
+        """The model is called in a step, with these arguments: watch the step if there is a reason to."""
+        if self.rescue is None or self.decided is None:
+            return
+        if self.planning.suspicion.at_door(self._bucket, self.number + 1, tensors_of(inputs), self.clock):
+            self.rescue.arm_now()
 
     @property
     def _bucket(self) -> int:
@@ -265,6 +276,7 @@ class Adaptive:
         elif self.decided is None:
             self.planning.safe_step_ended(self.number, self.clock)
         elif self.decided.policy is not None:
+            self.planning.suspicion.ended(self._bucket, self.number, self.clock, failed=self._failed)
             self.planning.compare(self.number, self._bucket, self.decided.plan.simulation, self.clock)
 
     def _settle(self) -> None:
@@ -276,6 +288,7 @@ class Adaptive:
         if self.rescue is None:
             return 0
         counts = self.rescue.counts.taken()
+        self._failed = counts.any
         if counts.any:
             if self.decided is not None and self.decided.policy is not None:
                 self.planning.monitor.missed(self._bucket, self.number, counts.missing)
@@ -301,9 +314,7 @@ class Adaptive:
                     self.clock.empty_cache()
             trace = self.profiling.lengths.trace(bucket)
             assert trace is not None
-            watching = 0.0 if rescue is None or self._can_retry else rescue.seconds_per_operator()
-            rescued = rescue is not None
-            self.planning.make(self.number, bucket, trace, self.clock, rescued=rescued, watching=watching)
+            self.planning.make(self.number, bucket, trace, self.clock, rescued=rescue is not None)
         return self.plans[bucket]
 
     def compact_if_due(self) -> None:
@@ -352,7 +363,7 @@ class Adaptive:
     # Its end.
 
     def __enter__(self) -> Adaptive:
-        self.loop.ended_by_optimizers = self._in_user_loop = True
+        self.loop.ended_by_optimizers = True
         return self
 
     def __exit__(
@@ -366,6 +377,15 @@ class Adaptive:
             error.add_note(str(remaining))  # the loop's own error is the one to report
         if error is not None:
             _refuse_transforms(error)
+            self._note_unsuspected(error)
+
+    def _note_unsuspected(self, error: BaseException) -> None:
+        """Add to an OOM error of a step that was not watched what can be done about it."""
+        if self.rescue is not None and not self.rescue.armed and is_out_of_memory(error):
+            error.add_note(
+                "lowtide: nothing had hinted at this step running out of memory, so its operators were not watched;"
+                " give whole steps to run.step(...), which retries them, or watch all: adapt(..., watch='always')"
+            )
 
     def remove(self) -> None:
         """Restore the model and its optimizers.

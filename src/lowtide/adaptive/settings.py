@@ -35,6 +35,8 @@ class AdaptSettings:
     not the device: if nothing fits, everything is recomputed."""
     rescue: bool = True
     """Whether on OOM tensors are offloaded and operators and steps are retried."""
+    watch: Literal["suspicion", "always"] = "suspicion"
+    """In which steps every operator is watched for OOM: those that give a reason, or all."""
     swap: bool = True
     """Whether the plan may swap."""
     smallest: int = SMALLEST_TENSOR

@@ -16,6 +16,7 @@ from lowtide._torch_private.subclasses import inner_tensor
 from lowtide._torch_private.versions import version_of
 from lowtide.adaptive.attributes import AttributeSnapshot
 from lowtide.errors import RescueError
+from lowtide.operators.calls import tensors_of
 from lowtide.runtime.randomness import ProcessRandom, RandomState
 
 __all__ = ["RetryStep", "StepSnapshot"]
@@ -67,6 +68,8 @@ class StepSnapshot:
         self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
         self.begun: list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]] = []
         """The optimizers that have begun to step, each with its states and parameter groups before that."""
+        self.of_optimizers: list[tuple[Tensor, int]] = []
+        """The tensors in these states, and their versions."""
 
     # While the step runs.
 
@@ -86,6 +89,7 @@ class StepSnapshot:
         states = {parameter: dict(state) for parameter, state in optimizer.state.items() if isinstance(state, dict)}
         groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
         self.begun.append((optimizer, states, groups))
+        self.of_optimizers += [(one, version_of(one)) for one in tensors_of(list(states.values()))]
 
     def changed(self, *, compared: bool) -> frozenset[str]:
         """The names of the buffers that the step has changed.
@@ -110,6 +114,11 @@ class StepSnapshot:
                     f"the step cannot be retried: it has changed a parameter of shape {tuple(parameter.shape)} before"
                     " it ran out of memory; start again from the last checkpoint"
                 )
+        if any(version_of(one) != version for one, version in self.of_optimizers):
+            raise RescueError(
+                "the step cannot be retried: its optimizer had begun to change its states when it ran out of memory;"
+                " start again from the last checkpoint"
+            )
         for one, state in self.generators.values():
             one.set_state(state)
         self.default_generators.restore()
@@ -126,6 +135,7 @@ class StepSnapshot:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
         self.begun.clear()
+        self.of_optimizers.clear()
         forget_unscaling(scalers, (optimizer for optimizer, _ in self.states))
 
     def _restore_buffers(self) -> None:

@@ -63,7 +63,8 @@ class UserLoop:
         self._stepped: set[int] = set()
         """The optimizers that have stepped since all of them had."""
         self._hooks: list[Any] = [
-            part.register_forward_pre_hook(Hook(self._model_begins), prepend=True) for part in run.model.modules
+            part.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True)
+            for part in run.model.modules
         ]
         for optimizer in run.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._optimizer_begins))
@@ -126,16 +127,17 @@ class UserLoop:
         """Remove the hooks."""
         take_back(hook.remove for hook in self._hooks)
 
-    def _model_begins(self, part: nn.Module, args: Any) -> None:
+    def _model_begins(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         # Under a dispatch mode forward-mode gradients use other formulas, and no loop trains with them.
         if not torch.is_grad_enabled() or in_forward_mode():
             return
         self.called = True
         self.run.compact_if_due()
+        if self._running is None and not self._in_whole_step:
+            self._begin()
+        self.run.model_begins((args, kwargs))
         if self._in_whole_step:
             return
-        if self._running is None:
-            self._begin()
         self._calls += 1
         if self._calls == UNENDED and not self.run.number:
             self.run.say(
