@@ -2,7 +2,8 @@
 
 Steps of the configurations alternate in random order, one step each a round, so that whatever else the machine does
 meets all alike. A figure is the median over all rounds of the difference (or the ratio) of two steps of one round.
-The garbage collector runs between rounds only.
+Where a model's tensors happen to be in memory makes its steps some percent slower or faster, so each configuration has
+several models, and a round's figure is the mean of their steps. The garbage collector runs between rounds only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch import nn
 from models import Attach
 
 __all__ = ["Rounds", "count_calls", "measure"]
+
+MODELS = 4
+"""Of each configuration."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +59,26 @@ def measure(
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in configurations}
     with ExitStack() as stack:
-        models: dict[str, nn.Module] = {}
-        for name, attach in configurations.items():
-            models[name] = build()
-            stack.enter_context(attach(models[name]))
+        models: list[tuple[str, nn.Module]] = []
+        for _ in range(MODELS):
+            for name, attach in configurations.items():
+                models.append((name, build()))
+                stack.enter_context(attach(models[-1][1]))
         for _ in range(3):  # lowtide profiles layers in the first, and caches fill
-            for model in models.values():
+            for _, model in models:
                 _step(model)
         stack.enter_context(_collector_paused())
-        names, end = list(models), time.perf_counter() + budget
-        while time.perf_counter() < end or len(seconds[names[0]]) < 20:
+        end = time.perf_counter() + budget
+        while time.perf_counter() < end or len(seconds[models[0][0]]) < 20:
             gc.collect(0)
-            order.shuffle(names)
-            for name in names:
+            order.shuffle(models)
+            taken = dict.fromkeys(configurations, 0.0)
+            for name, model in models:
                 start = clock()
-                _step(models[name])
-                seconds[name].append(clock() - start)
+                _step(model)
+                taken[name] += (clock() - start) / MODELS
+            for name, one in taken.items():
+                seconds[name].append(one)
     return Rounds(seconds)
 
 

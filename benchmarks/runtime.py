@@ -270,7 +270,7 @@ def main() -> int:
     torch.set_num_threads(1)  # two threads on a busy machine wait for each other
     console, report, begin = Console(stderr=True, width=160), Report(), time.perf_counter()
     host_time(report, 1 if arguments.quick else 30)
-    wide(report, 2 if arguments.quick else 40)
+    wide(report, 2 if arguments.quick else 90)
     steps = Steps(Trainer(QUICK if arguments.quick else EIGHTH), report, console)
     recompute(steps, report)
     swap_attention(steps, report, (12,) if arguments.quick else (4, 12, 24))

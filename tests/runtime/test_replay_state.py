@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tide  # noqa: F401
+from lowtide._torch_private.settings import PRECISIONS, SETTINGS
 from lowtide.errors import RebuildError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime import outside
-from lowtide.runtime.ambient import _PRECISIONS, _SETTINGS, ambient, precision, restored
+from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.module_state import Attributes
@@ -143,11 +144,11 @@ def other_value(value: Any) -> Any:
     return {"highest": "medium"}.get(value, "ieee")
 
 
-@pytest.mark.parametrize("name", [*_SETTINGS, *_PRECISIONS])
+@pytest.mark.parametrize("name", [*SETTINGS, *PRECISIONS])
 def test_every_setting_is_restored_for_a_replay_and_then_put_back(name: str) -> None:
-    setting = (_SETTINGS | _PRECISIONS)[name]
+    setting = (SETTINGS | PRECISIONS)[name]
     before = setting.get()
-    everything = [one.get() for one in _PRECISIONS.values()]
+    everything = [one.get() for one in PRECISIONS.values()]
     try:
         setting.set(other_value(before))
     except RuntimeError:
@@ -164,7 +165,7 @@ def test_every_setting_is_restored_for_a_replay_and_then_put_back(name: str) -> 
             assert restored(was) == []
         assert setting.get() == before
     finally:
-        for one, value in zip(_PRECISIONS.values(), everything, strict=True):
+        for one, value in zip(PRECISIONS.values(), everything, strict=True):
             one.set(value)
         setting.set(before)
 
