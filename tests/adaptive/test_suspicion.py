@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ class Loop:
     """Somebody's loop on tide, the same every time."""
 
     def __init__(self) -> None:
+        gc.collect()
+        torch.accelerator.empty_cache()  # segments of other tests are not part of what was planned
         tide.reset()
         tide.configure(preset="h100", capacity=1 << 30)
         torch.manual_seed(0)

@@ -330,7 +330,7 @@ def test_a_step_that_runs_inside_the_optimizers_can_be_retried() -> None:
     def train(adapted: bool) -> tuple[list[float], list[str]]:
         program, losses = Program("tide"), []
         run = program.adapt() if adapted else None
-        for number in range(STEPS):
+        for number in range(STEPS + 2):
             x, attempts = program.batch(number), []
 
             def step(x: Tensor = x, attempts: list[int] = attempts, number: int = number) -> Tensor:
@@ -339,7 +339,7 @@ def test_a_step_that_runs_inside_the_optimizers_can_be_retried() -> None:
 
                 def closure() -> Tensor:
                     program.optimizer.zero_grad()
-                    if run is not None and number == STEPS - 2 and len(attempts) == 1:
+                    if run is not None and number == STEPS and len(attempts) == 1:  # which is not watched
                         faults.fail_allocation(10)
                     loss: Tensor = program.model(x)
                     loss.backward()
