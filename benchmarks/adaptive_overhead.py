@@ -3,8 +3,9 @@
     python benchmarks/adaptive_overhead.py --json
 
 A Llama on the virtual accelerator, whose kernels run on the CPU: CPU time is Python's, dispatch's and theirs. The run
-adapts itself to a budget, with the settings that all runs have; then its steps and those of a model to which its Policy
-was applied by hand take turns, in random order; each step's CPU time is compared with the other's of the same round.
+adapts itself, with the settings that all runs have and two decisions given for every layer. Then its steps and those of
+a model to which its Policy was applied by hand take turns, in random order; each step's CPU time is compared with the
+other's of the same round.
 
 - ``overhead_step``: the median ratio where the run is given each step, ``overhead_with`` where it is around the loop.
 - ``overhead_ranks``: with ``with`` on two ranks, under DistributedDataParallel; the larger of the ranks' ratios.
@@ -40,6 +41,7 @@ from torch import nn
 
 import lowtide
 import tide
+from lowtide import Pattern, Policy, Recompute, Rule
 from lowtide.trace.trace import kernels_of
 from models import Shape, llama
 
@@ -47,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from ranks import Ranks
 
+DECIDED = Policy.uniform([Rule(Pattern(name), Recompute()) for name in ("mlp.act_fn", "mlp.mul")])
 SETTLED = 16
 """Steps before anything is measured: the plan is made in the tenth."""
 LARGE = Shape(layers=8, sequence=256, hidden=384, intermediate=1024, heads=6, vocabulary=2000)
@@ -98,7 +101,7 @@ def figures(shape: Shape, rounds: int, names: Sequence[str]) -> Figures:
         run = runs[name] = lowtide.adapt(
             training.called,
             training.optimizer,
-            budget=_budget(shape),
+            policy=DECIDED,
             watch="always" if name == "always" else "suspicion",
             verbose=False,
         )
@@ -180,13 +183,6 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(result))
     return 0
-
-
-def _budget(shape: Shape) -> int:
-    """Less than keeping everything takes, so that there is something to decide."""
-    model = sum(parameter.nbytes for parameter in llama(shape).parameters())
-    saved = shape.layers * 2 * shape.sequence * (10 * shape.hidden + 4 * shape.intermediate) * 4
-    return 4 * model + saved // 2 + 2 * shape.sequence * shape.vocabulary * 12
 
 
 def measure(

@@ -17,6 +17,7 @@ from lowtide._torch_private.autocast import AutocastState, autocast_state
 from lowtide._torch_private.backward import backward_node_number, in_forward_mode
 from lowtide._torch_private.collectives import COLLECTIVE_NAMESPACES, finish_collective, group_named
 from lowtide._torch_private.compiled import is_dynamo_compiling
+from lowtide._torch_private.memory import MemoryStats, memory_stats
 from lowtide._torch_private.modes import (
     DeviceContext,
     DisableTorchFunction,
@@ -320,3 +321,17 @@ def test_a_setting_can_be_read_and_set_to_what_it_was(name: str) -> None:
     finally:
         setting.set(before)
     assert setting.get() == before
+
+
+def test_memory_statistics_are_torchs_own() -> None:
+    held = torch.empty(1000, device="tide")
+    found, torchs = memory_stats(held.device), torch.accelerator.memory_stats()
+    assert found == MemoryStats(
+        torchs["allocated_bytes.all.current"],
+        torchs["allocated_bytes.all.peak"],
+        torchs["reserved_bytes.all.current"],
+        torchs["reserved_bytes.all.peak"],
+        torchs["num_alloc_retries"] + torchs["num_ooms"],
+    )
+    assert found.allocated >= held.nbytes
+    assert memory_stats(torch.device("tide")) == found

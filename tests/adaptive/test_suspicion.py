@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 import tide
+from lowtide._torch_private.memory import MemoryStats
 from lowtide._torch_private.modes import dispatch_modes_on
 from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.adaptive.session import Adaptive
@@ -200,14 +201,13 @@ def test_a_batch_is_larger_if_any_dimension_of_any_input_is() -> None:
     class Still:
         """A clock on which nothing happens."""
 
-        def shortages(self) -> int:
-            return 0
+        ended_with = MemoryStats(0, 0, 0, 0, 0)
+
+        def memory(self) -> MemoryStats:
+            return self.ended_with
 
         def capacity(self) -> None:
             return None
-
-        def peak_reserved(self) -> int:
-            return 0
 
     clock: Any = Still()
 

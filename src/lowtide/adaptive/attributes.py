@@ -9,10 +9,12 @@ alive for the whole step.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lowtide._torch_private.compiled import dict_version
 from lowtide._torch_private.storages import storage_bytes
 from lowtide._torch_private.versions import version_of
 from lowtide.errors import RescueError
@@ -31,16 +33,35 @@ class _TensorAttribute(NamedTuple):
     version: int
 
 
-class AttributeSnapshot:
-    """The plain attributes of a model's modules."""
+class _Module(NamedTuple):
+    """The plain attributes of one module."""
 
-    def __init__(self, model: nn.Module) -> None:
-        own = (module for module in model.modules() if not type(module).__module__.startswith("torch.nn.modules"))
-        self.attributes = [(module, {name: _snapshot(value) for name, value in vars(module).items()}) for module in own]
+    version: int
+    """Of its dictionary, which counts what is put into it."""
+    saved: dict[str, Any]
+    tensors: bool
+    """Whether tensors are among them, which may change by themselves."""
+
+
+class AttributeSnapshot:
+    """The plain attributes of a model's modules. Those that have not changed since ``last`` are taken from there."""
+
+    def __init__(self, modules: Iterable[nn.Module], last: AttributeSnapshot | None = None) -> None:
+        known = last.modules if last is not None else {}
+        self.modules: dict[nn.Module, _Module] = {}
+        for module in modules:
+            if type(module).__module__.startswith("torch.nn.modules"):
+                continue
+            found = known.get(module)
+            if found is None or found.tensors or found.version != dict_version(vars(module)):
+                saved = {name: _snapshot(value) for name, value in vars(module).items()}
+                tensors = any(type(value) is _TensorAttribute for value in saved.values())
+                found = _Module(dict_version(vars(module)), saved, tensors)
+            self.modules[module] = found
 
     def restore(self) -> None:
         """Restore them; RescueError if a tensor was written to, or is gone."""
-        for module, saved in self.attributes:
+        for module, (_, saved, _) in self.modules.items():
             now = vars(module)
             for name in [name for name, value in now.items() if name not in saved and _snapshot(value) is not _OTHER]:
                 del now[name]

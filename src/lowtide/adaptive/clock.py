@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from lowtide._torch_private.memory import MemoryStats, memory_stats
 from lowtide.adaptive.machine import available_capacity
 from lowtide.adaptive.record import AdaptStep, Phase
 from lowtide.cost.stopwatch import moment, seconds_between
 
 __all__ = ["Clock"]
+
+_NOTHING = MemoryStats(0, 0, 0, 0, 0)
 
 
 class Clock:
@@ -20,6 +23,10 @@ class Clock:
         self.device = device
         self._on_cpu = device.type == "cpu"
         self._begin: Any = None
+        self.begun_with = 0
+        """The bytes that were allocated when the step began."""
+        self.ended_with = _NOTHING
+        """What the last step that has ended took."""
         self._ended: tuple[Any, Any, AdaptStep] | None = None
         """The last step, with the moments of its beginning and end; the device may still be running it."""
 
@@ -27,11 +34,13 @@ class Clock:
         """A step begins."""
         if not self._on_cpu:
             torch.accelerator.reset_peak_memory_stats(self.device)
+            self.begun_with = self.memory().allocated
         self._begin = moment(self.device)
 
     def end(self, number: int, phase: Phase, rescued: int) -> None:
         """A step has ended on the host."""
-        step = AdaptStep(number, 0.0, self.peak_reserved(), phase, rescued)
+        self.ended_with = self.memory()
+        step = AdaptStep(number, 0.0, self.ended_with.peak_reserved, phase, rescued)
         self._ended = self._begin, moment(self.device), step
 
     def last(self) -> AdaptStep | None:
@@ -49,20 +58,9 @@ class Clock:
         if not self._on_cpu:
             torch.accelerator.empty_cache()
 
-    def peak_reserved(self) -> int:
-        """The most bytes that the allocator reserved since the step began."""
-        return 0 if self._on_cpu else int(torch.accelerator.max_memory_reserved(self.device))
-
-    def peak_allocated(self) -> int:
-        """The most bytes that were allocated since the step began."""
-        return 0 if self._on_cpu else int(torch.accelerator.max_memory_allocated(self.device))
-
-    def shortages(self) -> int:
-        """How often the allocator has failed, or had to return its unused segments to the device first."""
-        if self._on_cpu:
-            return 0
-        found = torch.accelerator.memory_stats(self.device)
-        return int(found.get("num_alloc_retries", 0) + found.get("num_ooms", 0))
+    def memory(self) -> MemoryStats:
+        """What this process has of the device now, with the peaks since the step began."""
+        return _NOTHING if self._on_cpu else memory_stats(self.device)
 
     def capacity(self) -> int | None:
         """The bytes of the device that this process can have; None on a CPU, whose memory is not planned."""

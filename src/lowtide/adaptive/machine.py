@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from lowtide._torch_private.memory import memory_stats
 from lowtide.cost.calibrate import device_name, measured_device
 from lowtide.cost.device import Device
 from lowtide.cost.fit import Sample, fit
@@ -67,7 +68,7 @@ def available_capacity(device: torch.device) -> int:
     if device.type == "cpu":
         return available_host_memory()
     free, total = torch.accelerator.get_memory_info(device)
-    return min(int(total), int(free) + int(torch.accelerator.memory_reserved(device)))
+    return min(int(total), int(free) + memory_stats(device).reserved)
 
 
 def available_host_memory() -> int:

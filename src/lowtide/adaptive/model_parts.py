@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from lowtide._torch_private.storages import has_storage, storage_bytes, storage_key
+from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import PolicyError
+from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.policy import Policy
@@ -60,3 +64,12 @@ class ModelParts:
         """The accelerator that the parts are on, though some of them may be on the CPU; the CPU if all are."""
         devices = [one.device for part in self.modules for one in part.parameters()]
         return next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
+
+    def bytes_with(self, optimizers: Iterable[Optimizer]) -> int:
+        """What parameters, buffers, gradients and the optimizers' states take of the device now."""
+        of_modules = [one for part in self.modules for one in (*part.parameters(), *part.buffers())]
+        gradients = [one.grad for one in of_modules if one.grad is not None]
+        states = tensors_of([list(optimizer.state.values()) for optimizer in optimizers])
+        plain = [inner_tensor(one) for one in (*of_modules, *gradients, *states)]
+        storages = {storage_key(one): storage_bytes(one) for one in plain if not one.is_cpu and has_storage(one)}
+        return sum(storages.values())

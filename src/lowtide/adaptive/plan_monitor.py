@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowtide.units import format_bytes
 
-__all__ = ["PATIENT", "PlanMonitor"]
+__all__ = ["PATIENT", "QUERY", "PlanMonitor"]
 
 SETTLING = 1
 """Steps after a plan in which gradients are still where other steps had room for them: what is missing then will not
@@ -12,8 +12,9 @@ be missing later."""
 LEAST_LOST = 4 << 20
 """The bytes that a plan gives up after an OOM, at least."""
 PATIENT = 5
-"""Steps in a row whose memory is not as planned before the run is re-planned; and steps between two queries of the
-other ranks."""
+"""Steps in a row whose memory is not as planned before the run is re-planned."""
+QUERY = 10
+"""Steps between two queries of the other ranks."""
 
 
 class PlanMonitor:
@@ -39,15 +40,19 @@ class PlanMonitor:
             self.lost[length] = self.lost.get(length, 0) + max(nbytes, LEAST_LOST)
             self.lacking.add(length)
 
-    def wrong(self, length: int, peak: int, planned: int, words: str) -> str:
-        """Why the plan of the step that has just ended does not hold; empty if it does."""
+    def wrong(self, length: int, peak: int, planned: int) -> str:
+        """Why the plan of the step that has just ended does not hold; empty if it does.
+
+        Compared are the most bytes that were allocated. What is reserved depends on other steps too: segments stay
+        until the device asks for them back.
+        """
         self.unlike = self.unlike + 1 if peak > planned * (1 + self.error) else 0
         if length in self.lacking:
             return "memory was missing"
         if self.unlike < PATIENT:
             return ""
         self.lost[length] = max(self.lost.get(length, 0), peak - planned)
-        return f"{format_bytes(peak)} {words} where {format_bytes(planned)} were planned"
+        return f"{format_bytes(peak)} allocated where {format_bytes(planned)} were planned"
 
     def may_replan(self, step: int) -> bool:
         """Whether the run may be re-planned after ``step``.

@@ -33,6 +33,7 @@ from lowtide._torch_private.backward import current_backward
 from lowtide._torch_private.saved_tensor_hooks import insert_saved_tensors_hooks, remove_saved_tensors_hooks
 from lowtide._torch_private.scaler import calling_scaler
 from lowtide._torch_private.storages import storage_key
+from lowtide.adaptive.attributes import AttributeSnapshot
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import SavedStorages
 from lowtide.adaptive.paging import Pager
@@ -100,6 +101,9 @@ class Rescue:
         self._foreign = ""
         """The class of an optimizer that stepped and was not passed to us."""
         self._snapshot: StepSnapshot | None = None
+        """Of the running step; None where it cannot be retried."""
+        self._attributes: AttributeSnapshot | None = None
+        """Of the step before."""
         self._ceiling: int | None = None
         """The watermark of a step that is retried."""
         self._needed = 0
@@ -135,7 +139,8 @@ class Rescue:
 
         ``around`` makes a context for each attempt. RescueError if the step cannot be retried, or never fits.
         """
-        snapshot = self._snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn)
+        snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn, self._attributes)
+        self._snapshot, self._attributes = snapshot, snapshot.attributes
         self._mode.wrote, self._foreign = False, ""
         hook = register_optimizer_step_pre_hook(self._any_optimizer_steps)
         why = ""

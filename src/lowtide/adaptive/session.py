@@ -171,7 +171,7 @@ class Adaptive:
         if not self.number:
             self._locate()
         self._before(tokens or 0)
-        self.clock.begin()
+        self._begin()
         with self.loop.whole_step():
             try:
                 attempts = self._attempts()
@@ -221,7 +221,16 @@ class Adaptive:
             self._locate()
         if self.rescue is not None:
             running.enter_context(self.rescue.watching())
+        self._begin()
+
+    def _begin(self) -> None:
+        """A step begins: time it, and say how much may be allocated in it."""
         self.clock.begin()
+        if self.rescue is not None:
+            decided = self.decided
+            self.rescue.watermark = None
+            if decided is not None and decided.plan.feasible:
+                self.rescue.watermark = decided.budget + self.planning.others(self._bucket, self.clock)
 
     def _before(self, tokens: int) -> None:
         """Choose what the next step is: profiled, under the safe Policy, or planned."""
@@ -241,7 +250,6 @@ class Adaptive:
     def _arm(self, rescue: Rescue) -> None:
         """Watch every operator of the next step if there is a reason. See [Note: armed on suspicion]."""
         decided, suspicion = self.decided, self.planning.suspicion
-        rescue.watermark = decided.budget if decided is not None and decided.plan.feasible else None
         together = (
             self.settings.watch == "always"
             or decided is None
@@ -314,7 +322,8 @@ class Adaptive:
                     self.clock.empty_cache()
             trace = self.profiling.lengths.trace(bucket)
             assert trace is not None
-            self.planning.make(self.number, bucket, trace, self.clock, rescued=rescue is not None)
+            others = max(0, self.clock.memory().allocated - self.model.bytes_with(self.optimizers))
+            self.planning.make(self.number, bucket, trace, self.clock, rescued=rescue is not None, others=others)
         return self.plans[bucket]
 
     def compact_if_due(self) -> None:

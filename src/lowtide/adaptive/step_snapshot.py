@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private.generators import generator_key
-from lowtide._torch_private.modules import buffers_of
+from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
 from lowtide._torch_private.scaler import forget_unscaling
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide._torch_private.versions import version_of
 from lowtide.adaptive.attributes import AttributeSnapshot
 from lowtide.errors import RescueError
-from lowtide.operators.calls import tensors_of
 from lowtide.runtime.randomness import ProcessRandom, RandomState
 
 __all__ = ["RetryStep", "StepSnapshot"]
@@ -35,31 +34,36 @@ class StepSnapshot:
         optimizers: tuple[torch.optim.Optimizer, ...],
         changing: frozenset[str] | None,
         drawn: Iterable[torch.Generator] = (),
+        attributes: AttributeSnapshot | None = None,
     ) -> None:
         """``changing`` names the buffers that earlier steps changed, which are copied; None: copy all of them.
 
-        ``drawn`` are the generators, other than torch's default ones, that earlier steps drew from.
+        ``drawn`` are the generators, other than torch's default ones, that earlier steps drew from. ``attributes`` are
+        those of the step before: what has not changed since is taken from there.
         """
         self.default_generators = ProcessRandom()
         self.generators = {generator_key(one): (one, one.get_state()) for one in drawn}
         """Generators that the step may draw from besides the default ones, and their states before it did."""
         self.drawn: set[int] = set()
         """The keys of those that the step did draw from."""
+        modules = _modules_of(model)
+        of_modules = [one for _, module in modules for one in parameters_of(module).values() if one is not None]
         of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-        parameters = {id(one): one for one in [*model.parameters(), *of_optimizers]}.values()
+        parameters = {id(one): one for one in [*of_modules, *of_optimizers]}.values()
         self.parameters = [(parameter, version_of(parameter)) for parameter in parameters]
         self.gradients = [(one, one.grad is not None, *_weak(one.grad)) for one in parameters]
         """Each parameter, whether it had a gradient, that gradient, and its version."""
         self.kept = [parameter for parameter, existed, *_ in self.gradients if existed]
         """Parameters with a gradient that the step has not been seen to drop."""
-        self.attributes = AttributeSnapshot(model)
-        self.registered = [
-            (buffers_of(module), name, buffer)
-            for module in model.modules()
+        self.attributes = AttributeSnapshot((module for _, module in modules), attributes)
+        registered = [
+            (prefix, buffers_of(module), name, buffer)
+            for prefix, module in modules
             for name, buffer in buffers_of(module).items()
             if buffer is not None
         ]
-        self.buffers = {name: (buffer, version_of(buffer)) for name, buffer in model.named_buffers()}
+        self.registered = [(holder, name, buffer) for _, holder, name, buffer in registered]
+        self.buffers = {prefix + name: (buffer, version_of(buffer)) for prefix, _, name, buffer in registered}
         self.copies = {
             name: inner_tensor(buffer).detach().cpu().clone()
             for name, (buffer, _) in self.buffers.items()
@@ -89,7 +93,9 @@ class StepSnapshot:
         states = {parameter: dict(state) for parameter, state in optimizer.state.items() if isinstance(state, dict)}
         groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
         self.begun.append((optimizer, states, groups))
-        self.of_optimizers += [(one, version_of(one)) for one in tensors_of(list(states.values()))]
+        self.of_optimizers += [
+            (one, version_of(one)) for state in states.values() for one in state.values() if isinstance(one, Tensor)
+        ]
 
     def changed(self, *, compared: bool) -> frozenset[str]:
         """The names of the buffers that the step has changed.
@@ -165,6 +171,17 @@ class StepSnapshot:
                 )
             parameter.grad = gradient
         self.kept = [parameter for parameter, existed, *_ in self.gradients if existed and parameter.grad is not None]
+
+
+def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A model's modules, each once, with the prefix of its names; torch's own way takes several times as long."""
+    found, known = [("", model)], {id(model)}
+    for prefix, module in found:  # which grows
+        for name, child in submodules_of(module).items():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append((f"{prefix}{name}.", child))
+    return found
 
 
 def _weak(gradient: Tensor | None) -> tuple[Any, int]:

@@ -93,7 +93,7 @@ class Suspicion:
     def at_door(self, length: int, step: int, inputs: Iterable[Tensor], clock: Clock) -> str:
         """Why a step is watched from a call of the model with these inputs on; empty if it is not."""
         if not self.is_new(length):
-            self._look(step, clock)
+            self._look(step, clock.memory().shortages)
         shapes = tuple(tuple(one.shape) for one in inputs)
         if any(_within(shapes, other) for other in (*self._shapes.get(length, ()), *self._now)):
             return self.reason if step <= self.until else self.short(length, clock)
@@ -104,18 +104,18 @@ class Suspicion:
     def ended(self, length: int, step: int, clock: Clock, *, failed: bool) -> None:
         """A step of a plan has ended; whether an allocation failed in it."""
         if self.is_new(length):  # segments of earlier steps may still be reserved
-            self._shortages = clock.shortages()
+            self._shortages = clock.ended_with.shortages
         else:
-            peak = clock.peak_allocated() if length else clock.peak_reserved()
+            peak = clock.ended_with.peak_allocated if length else clock.ended_with.peak_reserved
             self._peaks.setdefault(length, deque(maxlen=WATCHED)).append(peak)
-            self._look(step, clock, failed=failed)
+            self._look(step, clock.ended_with.shortages, failed=failed)
         self._steps[length] = self._steps.get(length, 0) + 1
         if self._now:
             known = [one for one in self._shapes.get(length, ()) if not any(_within(one, new) for new in self._now)]
             self._shapes[length] = [*known, *self._now][-SHAPES:]
 
-    def _look(self, step: int, clock: Clock, *, failed: bool = False) -> None:
-        before, self._shortages = self._shortages, clock.shortages()
+    def _look(self, step: int, shortages: int, *, failed: bool = False) -> None:
+        before, self._shortages = self._shortages, shortages
         if failed or self._shortages > before:
             self.until, self.reason = step + WATCHED, f"memory was short in step {step}"
 
