@@ -14,6 +14,7 @@ from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from lowtide.adaptive.session import Adaptive
@@ -35,6 +36,7 @@ def adapt(
     watch: Literal["suspicion", "always"] = "suspicion",
     swap: bool = True,
     policy: Policy | None = None,
+    scaler: GradScaler | None = None,
     layers: str | None = None,
     pipeline: Pipeline | None = None,
     stage: int = 0,
@@ -50,7 +52,8 @@ def adapt(
     about 40 microseconds for each. ``policy`` holds decisions that the plan must not change. What was
     measured and planned is saved in ``directory``.
 
-    Pass every optimizer that steps, as a list if there are several. A model has one run: a second ``adapt`` of the same
+    Pass every optimizer that steps, as a list if there are several, and the ``scaler`` of a loop that has one and
+    unscales gradients before the optimizer's step. A model has one run: a second ``adapt`` of the same
     model or optimizer, or of a part of it, removes the first and says so.
 
     Every rank of a process group calls this. In a pipeline ``model`` is the rank's part, or the list of its parts,
@@ -90,6 +93,7 @@ def adapt(
         [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer],
         settings,
         fixed=policy,
+        scaler=scaler,
         layers=layers,
         pipeline=pipeline,
         stage=stage,

@@ -16,6 +16,7 @@ import tide
 from lowtide._torch_private.memory import MemoryStats
 from lowtide._torch_private.modes import dispatch_modes_on
 from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
+from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.session import Adaptive
 from lowtide.adaptive.suspicion import SETTLING, WATCHED, Suspicion
 from ranks import Ranks
@@ -263,3 +264,24 @@ def test_a_rank_that_is_short_rescues_itself_and_the_others_join_at_the_next_que
     watched = found[0][0]
     assert not watched[PLANNED]  # the first rank's own step went on as before
     assert any(watched[PLANNED + 1 :])
+
+
+def test_a_scaler_that_was_given_unscales_again_in_its_first_step(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("tide", init_scale=4.0)
+    rescue = Rescue(loop.model, [loop.optimizer], scalers=[scaler])
+    attempts = []
+
+    def step() -> None:
+        attempts.append(1)
+        x = torch.ones(ROWS, WIDTH, device="tide")
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.model(x)).backward()
+        scaler.unscale_(loop.optimizer)
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("out of memory")  # no kernel had seen the scaler: nothing is armed
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    rescue.run(step)
+    rescue.remove()
+    assert len(attempts) == 2

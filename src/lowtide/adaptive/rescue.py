@@ -19,7 +19,7 @@ step is spoilt while the others are disarmed, can only fail.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -63,7 +63,7 @@ class Rescue:
     ``optimizers`` are those that ``step`` uses. Storages below ``smallest`` bytes are never offloaded, and ``multiple``
     is how many times the missing bytes are. ``group`` is a process group of all ranks that step together, for tensors
     on the host; the default group if there are several ranks. ``layers`` names the module that holds the layers, where
-    the longest run of equal children is not it.
+    the longest run of equal children is not it. ``scalers`` are found by themselves once one has stepped or unscaled.
 
     ``rescue = Rescue(model, [optimizer])``; ``loss = rescue.run(step)``, where ``step`` runs forward, backward and the
     optimizer and can be called again.
@@ -78,6 +78,7 @@ class Rescue:
         multiple: float = 1.0,
         group: dist.ProcessGroup | None = None,
         layers: str | None = None,
+        scalers: Iterable[torch.amp.GradScaler] = (),
     ) -> None:
         self.model, self.optimizers, self.group = model, tuple(optimizers), group
         self.ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
@@ -94,8 +95,8 @@ class Rescue:
         self._pack = self.storages.pack
         """The pack hook that is on torch's stack: a bound method is another object each time."""
         self._inside = self._spoilt = self._agreed = False
-        self._scalers: WeakSet[torch.amp.GradScaler] = WeakSet()
-        """The scalers that were seen to work for these optimizers."""
+        self._scalers: WeakSet[torch.amp.GradScaler] = WeakSet(scalers)
+        """The scalers that work for these optimizers: those given, and those that were seen to."""
         self._drawn: tuple[torch.Generator, ...] = ()
         """Generators that steps draw from, other than torch's default ones."""
         self._foreign = ""

@@ -73,6 +73,7 @@ class Adaptive:
         settings: AdaptSettings | None = None,
         *,
         fixed: Policy | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         pipeline: Pipeline | None = None,
         stage: int = 0,
         layers: str | None = None,
@@ -102,6 +103,7 @@ class Adaptive:
         self.planning = Planning(self.settings, self.ranks, self.model.pipeline, fixed, self.journal)
         self.plans = self.planning.plans
         """What was decided for each length; 0 where batches have none."""
+        self.scaler = scaler
         self.rescue: Rescue | None = None
         self.policy = self.safe = safe_policy(self.model.total, fixed)
         self.handles: list[Handle] = []
@@ -138,6 +140,7 @@ class Adaptive:
             multiple=self.settings.multiple,
             group=self.ranks.all.group,
             layers=None if several else self.model.layers,
+            scalers=[self.scaler] if self.scaler is not None else [],
         )
         self.rescue.arm()
         self.rescue.watches_optimizer = lambda: bool(self.planning.suspicion.short(self._bucket, self.clock))
