@@ -24,7 +24,8 @@ class Agreement:
     def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            self.group = dist.new_group(list(ranks) if ranks else None, timeout=timeout, backend="gloo")
+            group = dist.new_group(list(ranks) if ranks else None, timeout=timeout, backend="gloo")
+            self.group = group if isinstance(group, dist.ProcessGroup) else None
         if self.group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is fine
         self.rank = dist.get_rank() if self.group is not None else 0

@@ -98,7 +98,9 @@ class Pipeline:
         reset_pipeline(self.schedule)
         if self.group.size() > 1:
             ranks = dist.get_process_group_ranks(self.group)
-            use_group(self.schedule, dist.new_group(ranks, use_local_synchronization=True))
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            assert isinstance(group, ProcessGroup)  # this rank is a member
+            use_group(self.schedule, group)
 
     def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
         """Forward and backward of all micro-batches; the sum of their losses, on the rank that has the last stage."""
