@@ -181,6 +181,8 @@ class Side:
         told = list(optimizers if watched is None else watched)
         settings = {"profiling_steps": PROFILING_STEPS, "verbose": False, **settings}
         optimizer: Any = told[0] if len(told) == 1 else told or None
+        if treatment.adapt == "loop":  # the attacks are on what is watched, and no step of a loop can be retried
+            settings = {"watch": "always", **settings}
         run = lowtide.adapt(model, optimizer, layers=paths[0], **settings)
         self.adaptives.append(run)
         if treatment.adapt == "loop":
