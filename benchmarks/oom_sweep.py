@@ -12,13 +12,16 @@ both with dropout.
   operators: it is measured and planned, and then each k has a step of it, for every k.
 - Its rescue alone, under no Policy, full recompute, and a mixed one that swaps and recomputes single operators; armed,
   and disarmed: every 7th k, always from the same state.
-- Runs of ``lowtide.adapt`` on two ranks (FSDP2, a pipeline of two with 1F1B, and split matrices), where the memory of
-  one of them shrinks, in turns: every 101st k of each.
+- Runs of ``lowtide.adapt`` on two ranks (FSDP2, a pipeline of two with 1F1B, and split matrices), all of whose steps
+  are watched, where the memory of one of them shrinks, in turns: every 101st k of each.
+- ``unsuspected``, counted apart: every 23rd k in steps that gave no reason to be watched, in a single process, where
+  the run is given each step and where it is around the loop. ``retried`` steps are exact; ``plain_error`` is torch's
+  own OutOfMemoryError, ``refused`` a step whose optimizer had begun to write.
 
 Compared are the loss, parameters, optimizer states and generators; races and leaks are counted. ``hung`` counts ranks
 that gave no answer, ``died`` steps that ended in an error. ``host_us_armed``: what the armed rescue costs for each
 operator of a step in which nothing fails, on the real clock, and ``host_us_any_mode`` what a dispatch mode that does
-nothing costs; ``host_us_optimizer`` the same for the optimizer's step, which is always watched.
+nothing costs; ``host_us_optimizer`` the same for the optimizer's step.
 """
 
 from __future__ import annotations
@@ -43,11 +46,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.adaptive.rescue import Rescue
 from ranks import Ranks
-from session_cases import session_of, session_on_ranks
+from session_cases import session_of, session_on_ranks, unsuspected
 from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, rescued
 
-RESCUE_STRIDE, RANKS_STRIDE = 7, 101
-QUICK_STRIDE, QUICK_RESCUE_STRIDE, QUICK_RANKS_STRIDE = 41, 97, 600
+RESCUE_STRIDE, RANKS_STRIDE, UNSUSPECTED_STRIDE = 7, 101, 23
+QUICK_STRIDE, QUICK_RESCUE_STRIDE, QUICK_RANKS_STRIDE, QUICK_UNSUSPECTED_STRIDE = 41, 97, 600, 120
 console = Console(stderr=True, width=140)
 
 
@@ -64,6 +67,30 @@ def in_one_process(stride: int, rescue_stride: int) -> dict[str, list[Outcome]]:
                 if not outcome.exact:
                     console.print(f"{key}, {outcome}", style="red", markup=False)
             console.print(f"{key}: {counts_of(found[key])}", highlight=False)
+    return found
+
+
+def without_a_reason(stride: int) -> dict[str, dict[str, int]]:
+    """What became of steps that ran out of memory without having given a reason to be watched."""
+    found: dict[str, dict[str, int]] = {}
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = {
+            f"{model}, {'steps' if given else 'loop'}": pool.submit(unsuspected, model, stride, given)
+            for model, given in product(MODELS, (True, False))
+        }
+        for key, outcomes in runs.items():
+            ended = [one.died for one in outcomes.result()]
+            found[key] = {
+                "steps": len(ended),
+                "needed_nothing": sum(one.line == 0 and not one.died for one in outcomes.result()),
+                "retried": sum(one.line == 3 for one in outcomes.result()),
+                "plain_error": sum(one.startswith("OutOfMemoryError") for one in ended),
+                "refused": sum(one.startswith("RescueError") for one in ended),
+                "not_bitwise": sum(bool(one.different) for one in outcomes.result()),
+            }
+            console.print(f"unsuspected, {key}: {found[key]}", highlight=False)
+            for one in {text.partition(":")[0]: text for text in ended if text}.values():
+                console.print(f"  such as {one}", highlight=False, markup=False)
     return found
 
 
@@ -196,6 +223,7 @@ def main() -> int:
     costs = host_time(10 if arguments.quick else 40)
     strides = (QUICK_STRIDE, QUICK_RESCUE_STRIDE) if arguments.quick else (arguments.stride, arguments.rescue_stride)
     found = in_one_process(*strides)
+    apart = without_a_reason(QUICK_UNSUSPECTED_STRIDE if arguments.quick else UNSUSPECTED_STRIDE)
     hung = 0
     if not arguments.without_ranks:
         together, hung = on_two_ranks(QUICK_RANKS_STRIDE if arguments.quick else arguments.ranks_stride)
@@ -206,8 +234,13 @@ def main() -> int:
     seconds = round(time.perf_counter() - begin)
     console.print(f"{everything['runs']:,} steps in {seconds} s; {costs}", highlight=False)
     if arguments.json:
-        print(json.dumps({**everything, "hung": hung, **dict(by_phase), **costs, "seconds": seconds}))
+        print(
+            json.dumps(
+                {**everything, "hung": hung, **dict(by_phase), "unsuspected": apart, **costs, "seconds": seconds}
+            )
+        )
     wrong = sum(everything[name] for name in ("died", "not_bitwise", "races", "leaks")) + hung
+    wrong += sum(counts["not_bitwise"] for counts in apart.values())
     return 1 if wrong else 0
 
 

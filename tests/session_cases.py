@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from torch import Tensor
 import lowtide
 import tide
 from lowtide.adaptive.session import Adaptive
+from lowtide.errors import RescueError
 from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
 from sweep_cases import LAYOUTS, SHARES, Outcome, Subject, alone, phase_of, settled
 from tide import faults
 
-__all__ = ["in_session", "session_of", "session_on_ranks"]
+__all__ = ["in_session", "session_of", "session_on_ranks", "unsuspected"]
 
 OPERATORS = ("feed_forward_norm", "attention.wo")
 FIXED = (LayerPolicy(Recompute()), LayerPolicy(rules=tuple(Rule(Pattern(one), Recompute()) for one in OPERATORS)))
@@ -54,7 +56,7 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
 
     # Before the run's own hooks: when the optimizer has stepped, memory is there again.
     hook = subject.optimizer.register_step_post_hook(stepped)
-    run = _adapted(subject)
+    run = _adapted(subject, "suspicion" if size == 1 else "always")  # a rank's trouble gives the other no reason
     for _ in range(run.settings.profiling_steps + 1):
         losses.append(_stepped(subject, run, lambda: None).cpu())
     undisturbed = len(losses)
@@ -97,7 +99,62 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
     return outcomes
 
 
-def _adapted(subject: Subject) -> Adaptive:
+def unsuspected(model: str, stride: int, given: bool) -> list[Outcome]:
+    """Memory shrinks at every ``stride``-th allocation of steps that gave no reason to be watched.
+
+    ``given``: the run is given the steps, and can retry them; otherwise it is around a loop. After a step that ended in
+    an error the run begins from the start.
+    """
+    subject = alone(model, "none")
+    subject.rescue.remove()
+    outcomes: list[Outcome] = []
+    number, last = 1, 1
+    while number <= last:
+        subject.begin()
+        run = _adapted(subject)
+        if not given:
+            run.__enter__()
+        assert run.rescue is not None
+
+        def step(number: int = 0, run: Adaptive = run) -> Tensor:
+            def disturb() -> None:
+                if number:
+                    nbytes = int(SHARES[number // stride % len(SHARES)] * subject.activations)
+                    faults.shrink_capacity(number, nbytes)
+
+            if given:
+                return _stepped(subject, run, disturb).cpu()
+            faults.disarm()
+            disturb()
+            return subject.step().cpu()
+
+        losses = [step() for _ in range(run.settings.profiling_steps + 1)]
+        failed = False
+        while number <= last and not failed:
+            while run.rescue.armed:
+                losses.append(step())
+            losses.append(step())
+            last = subject.marks["optimizer"]
+            outcome = Outcome(f"unsuspected, allocation {number}", phase_of(number, subject.marks))
+            outcomes.append(outcome)
+            events = len(run.events)
+            try:
+                losses.append(step(number))
+                outcome.line = 3 if "retried" in {event.kind for event in run.events[events:]} else 0
+            except (torch.OutOfMemoryError, RescueError) as error:
+                outcome.died, failed = f"{type(error).__name__}: {error}", True
+            finally:
+                faults.disarm()
+            number += stride
+        run.remove()
+        subject.begin()
+        for loss in losses:
+            if not torch.equal(loss, subject.step().cpu()):
+                outcomes[-1].different.append("loss")
+    return outcomes
+
+
+def _adapted(subject: Subject, watch: Literal["suspicion", "always"] = "suspicion") -> Adaptive:
     pipeline = subject.pipeline
     layers = (
         sum(len(chunk) for stage in pipeline.placement for chunk in stage)
@@ -113,6 +170,7 @@ def _adapted(subject: Subject) -> Adaptive:
         layers="layers",
         pipeline=pipeline,
         stage=stage,
+        watch=watch,
         verbose=False,
     )
 
