@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tide  # noqa: F401
@@ -29,7 +30,7 @@ from lowtide.runtime.ambient import ambient, precision, restored
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.module_state import Attributes
-from lowtide.runtime.randomness import HostRandom
+from lowtide.runtime.randomness import HostRandom, draws_nothing
 
 LAYERS, WIDTH = 3, 16
 OPERATORS = LayerPolicy(rules=(Rule(Pattern(".*", "path"), Recompute()),))
@@ -731,3 +732,26 @@ def test_an_attribute_that_is_gone_or_new_is_a_change() -> None:
     assert attributes.unchanged()
     assert vars(module)["scale"] is None
     assert not hasattr(module, "offset")
+
+
+def test_what_draws_no_random_numbers_is_known_by_itself_and_not_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    linear, dropout = nn.Linear(2, 2), nn.Dropout()
+    assert draws_nothing(torch.mul, None, [x])
+    assert draws_nothing(torch.Tensor.__mul__, None, [x])
+    assert draws_nothing(nn.functional.silu, None, [x])
+    assert draws_nothing(linear.forward, linear, [x])
+    assert not draws_nothing(nn.functional.dropout, None, [x])
+    assert not draws_nothing(dropout.forward, dropout, [x])
+    assert not draws_nothing(torch.mul, None, [TwoTensor(x, x)])
+
+    def silu(x: Tensor) -> Tensor:
+        return x + torch.rand(2)
+
+    activation = nn.SiLU()
+    assert not draws_nothing(silu, None, [x])
+    assert draws_nothing(activation.forward, activation, [x])
+    monkeypatch.setattr(nn.functional, "silu", silu)
+    assert not draws_nothing(activation.forward, activation, [x])
+    monkeypatch.setattr(activation, "forward", silu)
+    assert not draws_nothing(activation.forward, activation, [x])

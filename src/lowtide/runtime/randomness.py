@@ -11,11 +11,20 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide._torch_private.generators import current_accelerator
+from lowtide._torch_private.subclasses import PLAIN
 
-__all__ = ["HostRandom", "ProcessRandom", "RandomState", "default_generators", "device_generators", "is_generator"]
+__all__ = [
+    "HostRandom",
+    "ProcessRandom",
+    "RandomState",
+    "default_generators",
+    "device_generators",
+    "draws_nothing",
+    "is_generator",
+]
 
 
 class RandomState:
@@ -93,6 +102,54 @@ def is_generator(value: Any) -> bool:
     """Whether random numbers are drawn from a value: a generator of torch's or of numpy's."""
     kind = type(value)
     return kind is torch.Generator or (kind.__name__ == "Generator" and hasattr(value, "bit_generator"))
+
+
+def draws_nothing(function: Callable[..., Any], module: nn.Module | None, given: Iterable[Tensor]) -> bool:
+    """Whether a call, of a function or of a module's forward, is known to draw no random numbers.
+
+    Known are torch's own arithmetic and its usual modules, on plain tensors and where nothing of theirs is patched.
+    Taking and comparing the states of generators takes longer than such a call.
+    """
+    if any(type(one) not in PLAIN for one in given):
+        return False
+    if module is None:
+        return _is_arithmetic(function)
+    name, functional, forward = _MODULES.get(type(module), ("", None, None))
+    return (
+        forward is not None
+        and getattr(function, "__func__", None) is forward
+        and getattr(function, "__self__", None) is module
+        and getattr(nn.functional, name) is functional
+    )
+
+
+@cache
+def _is_arithmetic(function: Callable[..., Any]) -> bool:
+    if getattr(function, "__name__", "") not in _ARITHMETIC:
+        return False
+    return getattr(function, "__objclass__", None) is torch.Tensor.__base__ or any(
+        getattr(place, function.__name__, None) is function for place in (torch, torch.Tensor, nn.functional)
+    )
+
+
+_ARITHMETIC = {
+    "__add__", "__matmul__", "__mul__", "__neg__", "__radd__", "__rmul__", "__rsub__", "__sub__", "__truediv__",
+    "add", "addmm", "baddbmm", "bmm", "cat", "div", "exp", "float", "gelu", "layer_norm", "linear", "log_softmax",
+    "matmul", "mean", "mm", "mul", "neg", "pow", "relu", "rms_norm", "rsqrt", "sigmoid", "silu", "softmax", "sqrt",
+    "square", "sub", "sum", "tanh", "to",
+}  # fmt: skip
+_MODULES: dict[type[nn.Module], tuple[str, Any, Any]] = {
+    kind: (name, getattr(nn.functional, name), kind.forward)
+    for kind, name in (
+        (nn.GELU, "gelu"),
+        (nn.LayerNorm, "layer_norm"),
+        (nn.Linear, "linear"),
+        (nn.RMSNorm, "rms_norm"),
+        (nn.ReLU, "relu"),
+        (nn.SiLU, "silu"),
+    )
+}
+"""Each with the function that its forward calls, and that forward."""
 
 
 def _state_of(generator: Any) -> Any:

@@ -18,9 +18,9 @@ from lowtide.operators.wrappers import Function
 from lowtide.policy import Keep, Swap
 from lowtide.runtime.ambient import ambient, precision
 from lowtide.runtime.captured_call import CapturedCall
-from lowtide.runtime.module_state import Attributes, ModuleStates
+from lowtide.runtime.module_state import ModuleStates
 from lowtide.runtime.program import Action, LayerProgram
-from lowtide.runtime.randomness import HostRandom, RandomState, default_generators
+from lowtide.runtime.randomness import HostRandom, RandomState, default_generators, draws_nothing
 from lowtide.runtime.references import Cast, Inside, Produced
 from lowtide.runtime.registry import Registry
 from lowtide.runtime.swap import Offloads, SwapManager
@@ -164,12 +164,13 @@ class CapturingRun(Run):
             call.capture(*_with_own_statistics(function, args, kwargs), registry.hold)
             generators = [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
             if module is not None:
-                call.module = ModuleStates(Attributes((module,), self.manager.outside))
+                call.module = ModuleStates(self.manager.attributes_of(module))
                 call.buffers = self.manager.buffers.take((module,))
                 generators += call.module.generators
                 if not type(module).__module__.startswith("torch."):  # torch's own draw from torch's alone
                     call.host = HostRandom()
-            call.random = RandomState([*default_generators(given), *generators])
+            if generators or call.ambient.modes or not draws_nothing(function, module, given):
+                call.random = RandomState([*default_generators(given), *generators])
 
     def act(self, tensor: Tensor, action: Action) -> Saved:
         with DisableTorchFunction():

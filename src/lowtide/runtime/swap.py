@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide._torch_private.modes import DisableTorchFunction
 from lowtide._torch_private.nodes import without_graph
@@ -20,7 +20,7 @@ from lowtide.runtime.host_copy import DiskCopy, HostCopy
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.link import Link
-from lowtide.runtime.module_state import BufferCopies
+from lowtide.runtime.module_state import Attributes, BufferCopies
 from lowtide.runtime.outside import Outside
 from lowtide.runtime.schedule import Prefetching, Schedule
 from lowtide.runtime.swapped import Reloads, Swapped, SwappedSlice, SwappedView
@@ -41,8 +41,18 @@ class SwapManager:
         self._disk: DiskFile | None = None
         self.buffers, self.outside = BufferCopies(), Outside()
         """What is known of the modules whose calls are captured."""
+        self._attributes: dict[nn.Module, Attributes] = {}
         self.keep: PackHook | None = None
         """Packs what the Policy keeps, so that the rescue can still evict it; None: it is kept as it is."""
+
+    def attributes_of(self, module: nn.Module) -> Attributes:
+        """A module's attributes now; hardly ever have they changed since it was last called."""
+        found = self._attributes.get(module)
+        if found is None or not found.unchanged():
+            found = Attributes((module,), self.outside)
+            if not found.tensors:  # which would be kept alive
+                self._attributes[module] = found
+        return found
 
     @property
     def disk(self) -> DiskFile:
@@ -120,6 +130,7 @@ class SwapManager:
         for line in self.ledger.lines.values():
             line.stash.clear()
         self.links.clear()
+        self._attributes.clear()
         self._disk = None
 
 
