@@ -60,8 +60,8 @@ def test_what_ranks_show_predicts_their_peaks(
     stages, of_stage = degrees.pipeline, degrees.world // degrees.pipeline
     if degrees.world == 4:
         ranks = four_ranks
-    # Stages that share parameters are predicted less exactly, and since torch 2.15 the first stage by the outputs of two
-    # micro-batches too high; why is not known.
+    # Stages that share parameters are predicted less exactly, and since torch 2.15 the first stage too high, by the
+    # outputs of two micro-batches; why is not known.
     close = 5e-2 if stages > 1 and (of_stage > 1 or torch.__version__ >= "2.15") else 1e-2
     case = TracedRank(shape=SHAPE, degrees=degrees, precision=precision, samples=4, sequence=128)
     found = ranks.run(measured_ranks.measured_trace, case)
