@@ -229,15 +229,27 @@ def test_a_batch_is_larger_if_any_dimension_of_any_input_is() -> None:
 
 def one_rank_is_short(failing: int) -> tuple[list[bool], list[float], list[str]]:
     """In a step of its own one rank has a larger batch than any before, which does not fit."""
+    try:
+        return _one_rank_is_short(failing)
+    finally:
+        gc.collect()  # these processes run other tests
+        assert torch.accelerator.memory_allocated() == 0
+
+
+def _one_rank_is_short(failing: int) -> tuple[list[bool], list[float], list[str]]:
     loop = Loop()
-    parallel = nn.parallel.DistributedDataParallel(loop.model)
 
     def step(rows: int = ROWS) -> None:
         loop.number += 1
         x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(loop.number)).to("tide")
         loop.optimizer.zero_grad()
-        loss = parallel(x)
+        loss = loop.model(x)
         loss.backward()
+        for parameter in loop.model.parameters():  # by hand: DistributedDataParallel never frees its parameters
+            assert parameter.grad is not None
+            mean = parameter.grad.cpu()
+            dist.all_reduce(mean)
+            parameter.grad.copy_(mean / dist.get_world_size())
         loop.optimizer.step()
         loop.losses.append(float(loss.detach()))
 
@@ -245,7 +257,7 @@ def one_rank_is_short(failing: int) -> tuple[list[bool], list[float], list[str]]
         for number in range(PLANNED + 12):
             step(4096 if number == PLANNED and dist.get_rank() == 1 else ROWS)
         return [], loop.losses, []
-    with lowtide.adapt(parallel, loop.optimizer, profiling_steps=PROFILING, verbose=False) as run:
+    with lowtide.adapt(loop.model, loop.optimizer, profiling_steps=PROFILING, verbose=False) as run:
         for number in range(PLANNED + 12):
             if number == PLANNED and dist.get_rank() == failing:
                 faults.shrink_capacity(30, 1 << 20)
