@@ -35,7 +35,7 @@ class Ranks:
         answers, errors, tired = [], [], False
         for rank, pipe in enumerate(self.pipes):
             # If one rank fails the other may wait for it for ever.
-            answer, error, groups = pipe.recv() if pipe.poll(5 if errors else PATIENCE) else (None, "no answer", 0)
+            answer, error, groups = _answer(pipe, 5 if errors else PATIENCE)
             answers.append(answer)
             tired |= groups > MOST_GROUPS
             if error:
@@ -62,6 +62,16 @@ class Ranks:
             process.start()
             self.processes.append(process)
             self.pipes.append(ours)
+
+
+def _answer(pipe: Any, patience: float) -> tuple[Any, str | None, int]:
+    if not pipe.poll(patience):
+        return None, "no answer", 0
+    try:
+        found: tuple[Any, str | None, int] = pipe.recv()
+    except EOFError:
+        return None, "the process is gone", 0
+    return found
 
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:

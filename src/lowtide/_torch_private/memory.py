@@ -9,7 +9,7 @@ import torch
 from lowtide._torch_private.needed import needed_for
 
 with needed_for("reading a device's memory statistics"):
-    from torch._C import _accelerator_getDeviceStats
+    from torch._C import _accelerator_getDeviceStats, _accelerator_isAllocatorInitialized
 
 __all__ = [
     "MemoryStats",
@@ -29,7 +29,9 @@ class MemoryStats(NamedTuple):
 
 
 def memory_stats(device: torch.device) -> MemoryStats:
-    """The statistics of an accelerator, as ``torch.accelerator.memory_stats`` has them."""
+    """The statistics of an accelerator, as ``torch.accelerator.memory_stats`` has them; 0 before its first use."""
+    if not _accelerator_isAllocatorInitialized():
+        return MemoryStats(0, 0, 0, 0, 0)
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     found = _accelerator_getDeviceStats(index)
     allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]

@@ -183,7 +183,10 @@ class Rescue:
             return f"{why} on this rank, in a step that the other ranks do not watch; a rank cannot retry it alone"
         if self.armed:
             return f"{why} on this rank, nothing is left to offload, and a rank cannot retry a step alone"
-        return f"{why} on this rank, and a rank cannot retry a step alone; call arm() on all ranks before the step"
+        return (
+            f"{why} on this rank, and a rank cannot retry a step alone; call arm() on all ranks before the step, as"
+            " adapt(..., watch='always') does"
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -270,7 +270,10 @@ class Adaptive:
         """The model is called in a step, with these arguments: watch the step if there is a reason to."""
         if self.rescue is None or self.decided is None:
             return
-        if self.planning.suspicion.at_door(self._bucket, self.number + 1, tensors_of(inputs), self.clock):
+        step = self.number + 1
+        reason = self.planning.suspicion.at_door(self._bucket, step, tensors_of(inputs), self.clock)
+        if reason and not self.rescue.armed:
+            logger.debug("step %d is watched: %s", step, reason)
             self.rescue.arm_now()
 
     @property
@@ -381,6 +384,7 @@ class Adaptive:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        watched = self.rescue is None or self.rescue.armed  # removing it disarms it
         try:
             self.remove()
         except RescueError as remaining:
@@ -389,15 +393,11 @@ class Adaptive:
             error.add_note(str(remaining))  # the loop's own error is the one to report
         if error is not None:
             _refuse_transforms(error)
-            self._note_unsuspected(error)
-
-    def _note_unsuspected(self, error: BaseException) -> None:
-        """Add to an OOM error of a step that was not watched what can be done about it."""
-        if self.rescue is not None and not self.rescue.armed and is_out_of_memory(error):
-            error.add_note(
-                "lowtide: nothing had hinted at this step running out of memory, so its operators were not watched;"
-                " give whole steps to run.step(...), which retries them, or watch all: adapt(..., watch='always')"
-            )
+            if not watched and is_out_of_memory(error):
+                error.add_note(
+                    "lowtide: nothing had hinted at this step running out of memory, so its operators were not watched;"
+                    " give whole steps to run.step(...), which retries them, or watch all: adapt(..., watch='always')"
+                )
 
     def remove(self) -> None:
         """Restore the model and its optimizers.

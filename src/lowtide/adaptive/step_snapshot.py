@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private.generators import generator_key
-from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
+from lowtide._torch_private.modules import buffers_of, parameters_of
 from lowtide._torch_private.scaler import forget_unscaling
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide._torch_private.versions import version_of
 from lowtide.adaptive.attributes import AttributeSnapshot
 from lowtide.errors import RescueError
+from lowtide.runtime.module_state import named_modules_of
 from lowtide.runtime.randomness import ProcessRandom, RandomState
 
 __all__ = ["RetryStep", "StepSnapshot"]
@@ -46,7 +47,7 @@ class StepSnapshot:
         """Generators that the step may draw from besides the default ones, and their states before it did."""
         self.drawn: set[int] = set()
         """The keys of those that the step did draw from."""
-        modules = _modules_of(model)
+        modules = named_modules_of(model)
         of_modules = [one for _, module in modules for one in parameters_of(module).values() if one is not None]
         of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
         parameters = {id(one): one for one in [*of_modules, *of_optimizers]}.values()
@@ -171,17 +172,6 @@ class StepSnapshot:
                 )
             parameter.grad = gradient
         self.kept = [parameter for parameter, existed, *_ in self.gradients if existed and parameter.grad is not None]
-
-
-def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A model's modules, each once, with the prefix of its names; torch's own way takes several times as long."""
-    found, known = [("", model)], {id(model)}
-    for prefix, module in found:  # which grows
-        for name, child in submodules_of(module).items():
-            if child is not None and id(child) not in known:
-                known.add(id(child))
-                found.append((f"{prefix}{name}.", child))
-    return found
 
 
 def _weak(gradient: Tensor | None) -> tuple[Any, int]:

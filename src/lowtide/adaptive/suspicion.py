@@ -15,8 +15,8 @@ has the step as a function, in a single process, it is retried as a whole. Other
 note that says what to do.
 
 Several ranks need not have the same reasons. A rank that is watched on its own retries its operators. What only all
-ranks can do together, retrying a step, they do in steps that all of them watch: the first ones, and every step until
-the next query after one rank had a reason (see :meth:`lowtide.adaptive.planning.Planning.compare`).
+ranks can do together, retrying a step, they do in steps that all of them watch: the first ones, and WATCHED steps after
+a query in which memory had been short on one of them (see :meth:`lowtide.adaptive.planning.Planning.compare`).
 """
 
 from __future__ import annotations

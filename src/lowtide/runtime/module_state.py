@@ -28,7 +28,7 @@ from lowtide.runtime.arguments import is_shared
 from lowtide.runtime.outside import Outside, Variable
 from lowtide.runtime.randomness import is_generator
 
-__all__ = ["Attributes", "BufferCopies", "ModuleStates", "modules_of"]
+__all__ = ["Attributes", "BufferCopies", "ModuleStates", "modules_of", "named_modules_of"]
 
 _LIMIT = 2_000
 """No module's attributes are made of more objects than this; what is further is taken as it is."""
@@ -37,13 +37,17 @@ _NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_co
 
 def modules_of(layer: nn.Module) -> list[nn.Module]:
     """A module and all that it consists of, each once."""
-    found = [layer]
-    known = {layer}
-    for module in found:  # which grows
-        for child in submodules_of(module).values():
+    return [module for _, module in named_modules_of(layer)]
+
+
+def named_modules_of(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The same with the prefix of each one's names; ``named_modules`` takes several times as long."""
+    found, known = [("", layer)], {layer}
+    for prefix, module in found:  # which grows
+        for name, child in submodules_of(module).items():
             if child is not None and child not in known:
                 known.add(child)
-                found.append(child)
+                found.append((f"{prefix}{name}.", child))
     return found
 
 
