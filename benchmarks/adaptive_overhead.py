@@ -117,7 +117,7 @@ def figures(shape: Shape, rounds: int, names: Sequence[str]) -> Figures:
     assert {run.policy for run in runs.values()} == {first.policy}
     assert first.plan is not None
     handles = [lowtide.apply(one.called, first.policy) for one in plain]
-    trace = first.profiling.lengths.traces[0]
+    trace = next(iter(first.profiling.lengths.traces.values()))
     operators = sum(len(trace.parts[place].kernels) for place in trace.layers)
     operators += len(kernels_of(trace)) - sum(len(part.kernels) for part in trace.parts)
     armed = 0

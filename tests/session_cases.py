@@ -57,7 +57,7 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
     # Before the run's own hooks: when the optimizer has stepped, memory is there again.
     hook = subject.optimizer.register_step_post_hook(stepped)
     run = _adapted(subject, "suspicion" if size == 1 else "always")  # a rank's trouble gives the other no reason
-    for _ in range(run.settings.profiling_steps + 1):
+    while run.decided is None:
         losses.append(_stepped(subject, run, lambda: None).cpu())
     undisturbed = len(losses)
     marks = {**subject.marks, "optimizer": allocations}
@@ -128,7 +128,9 @@ def unsuspected(model: str, stride: int, given: bool) -> list[Outcome]:
             disturb()
             return subject.step().cpu()
 
-        losses = [step() for _ in range(run.settings.profiling_steps + 1)]
+        losses = [step()]
+        while run.decided is None:
+            losses.append(step())
         failed = False
         while number <= last and not failed:
             while run.rescue.armed:

@@ -31,7 +31,7 @@ def adapt(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     budget: int | str = "auto",
-    profiling_steps: int = 10,
+    profiling_steps: int | None = None,
     rescue: bool = True,
     watch: Literal["suspicion", "always"] = "suspicion",
     swap: bool = True,
@@ -45,12 +45,13 @@ def adapt(
 ) -> Adaptive:
     """Make a training loop fit its device, at the highest speed that fits.
 
-    The first ``profiling_steps`` steps recompute every layer and are measured; then the fastest Policy whose memory is
-    within ``budget`` is applied. ``"auto"`` is all that the device has. On OOM, saved tensors are offloaded to the host
-    and the operator, or the step, is retried, unless ``rescue`` is False. Operators are watched for it in steps that
-    give a reason, such as a batch larger than any before; ``watch="always"`` watches them in all steps, which takes
-    about 40 microseconds for each. ``policy`` holds decisions that the plan must not change. What was
-    measured and planned is saved in ``directory``.
+    The first steps recompute every layer and are measured, ``profiling_steps`` of them or as few as it takes; then the
+    fastest Policy whose memory is within ``budget`` is applied. ``"auto"`` is all that the device has. Where batches
+    differ in shape there is a Policy for each. On OOM, saved tensors are offloaded to the host and the operator, or the
+    step, is retried, unless ``rescue`` is False. Operators are watched for it in steps that give a reason, such as a
+    batch larger than any before; ``watch="always"`` watches them in all steps, which takes about 40 microseconds for
+    each. ``policy`` holds decisions that the plan must not change. What was measured and planned is saved in
+    ``directory``.
 
     Pass every optimizer that steps, as a list if there are several, and the ``scaler`` of a loop that has one and
     unscales gradients before the optimizer's step. A model has one run: a second ``adapt`` of the same

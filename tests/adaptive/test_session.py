@@ -66,7 +66,8 @@ def of_lengths(training: Training, lengths: list[int], run: Adaptive | None = No
     whole, losses = training.tokens, []
     for length in lengths:
         training.tokens = whole[:, :length]
-        losses.append(training.step() if run is None else run.step(training.step, tokens=length) or 0.0)
+        losses.append(training.step() if run is None else run.step(training.step) or 0.0)
+    training.tokens = whole
     return losses
 
 
@@ -207,7 +208,7 @@ def test_a_batch_that_fits_no_plan_runs_with_everything_offloaded() -> None:
     tide.configure(capacity=TOO_LITTLE)
     run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
     assert of_lengths(training, lengths, run) == expected
-    assert run.plans[max(run.plans)].policy is None
+    assert any(decided.policy is None for decided in run.plans.values())
     assert any("too little for any plan" in event.text for event in run.events)
     run.remove()
     assert not tide.races()
@@ -235,14 +236,21 @@ def test_decisions_of_the_user_stay() -> None:
 
 
 def test_each_length_has_its_plan() -> None:
-    lengths = [40, 64, 128, 64, 100, 30, 128, 64, 128]
-
+    lengths = [40, 64, 128, 100, 30, 128, 64, 128, 36, 100, 128]
     expected = of_lengths(Training(), lengths)
     training = Training()
-    run = lowtide.adapt(training.model, training.optimizer, profiling_steps=4, verbose=False)
-    assert of_lengths(training, lengths, run) == expected
-    assert len(run.plans) >= 3
-    run.remove()
+    with lowtide.adapt(training.model, training.optimizer, verbose=False) as run:
+        assert of_lengths(training, lengths) == expected
+        assert set(run.profiling.lengths.traces) == {(8, 128), (8, 100), (8, 30)}
+        assert [event.kind for event in run.events].count("measured") == 3
+        assert run.bucket == (8, 128)
+        while (8, 69) not in run.plans or (8, 35) not in run.plans:  # they are made in the background
+            of_lengths(training, [60])
+        of_lengths(training, [60])
+        assert run.bucket == (8, 69)
+        assert run.plans[8, 69].plan.simulation.peak < run.plans[8, 128].plan.simulation.peak
+        of_lengths(training, [100, 30])
+        assert run.bucket == (8, 35)
 
 
 def test_a_layer_count_that_does_not_fit_is_refused() -> None:

@@ -57,8 +57,8 @@ def test_a_larger_batch_is_a_reason_once(loop: Loop) -> None:
         settled(loop)
         assert not loop.was_watched(ROWS // 2)
         assert loop.was_watched(2 * ROWS)
-        assert not loop.was_watched(2 * ROWS)
         assert not loop.was_watched()
+        assert not loop.was_watched(2 * ROWS)
 
 
 def test_a_larger_batch_that_does_not_fit_is_rescued(loop: Loop) -> None:

@@ -19,11 +19,12 @@ class Agreement:
     """A gloo group of all ranks, or of some.
 
     Every rank constructs it, also those that are not members; the members call the same methods in the same order.
+    With ``alone``, each rank decides by itself, as a single process does.
     """
 
-    def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None, *, alone: bool = False) -> None:
         self.group: dist.ProcessGroup | None = None
-        if dist.is_initialized():
+        if dist.is_initialized() and not alone:
             group = dist.new_group(list(ranks) if ranks else None, timeout=timeout, backend="gloo")
             self.group = group if isinstance(group, dist.ProcessGroup) else None
         if self.group is None:

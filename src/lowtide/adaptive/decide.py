@@ -34,6 +34,8 @@ class Situation:
     """The user's own decisions."""
     safe_peak: int = 0
     """The most bytes that were allocated in a step under the safe Policy."""
+    others: int = 0
+    """Bytes that this process has on the device besides the model, such as another model's."""
     lost: int = 0
     """Bytes that were missing in OOMs under earlier plans."""
     before: Decided | None = None
@@ -104,7 +106,7 @@ def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = Tru
 
 
 def _margin(situation: Situation, safe: Policy) -> int:
-    """What safe steps took beyond the simulator's prediction, and what has been missing since.
+    """What safe steps took beyond the simulator's prediction, or what else is there, and what has been missing since.
 
     The simulator replays the allocator, so the plan itself includes fragmentation. The reserved bytes do not measure it
     while a run switches Policies: segments of other sizes stay until the device asks for them back.
@@ -112,7 +114,7 @@ def _margin(situation: Situation, safe: Policy) -> int:
     if situation.capacity is None:
         return 0
     predicted = simulate(situation.trace, safe, situation.device, situation.pipeline).peak
-    return max(0, situation.safe_peak - predicted) + SEGMENT + situation.lost
+    return max(0, situation.safe_peak - predicted, situation.others) + SEGMENT + situation.lost
 
 
 def _fixed(fixed: Policy | None) -> Policy | None:

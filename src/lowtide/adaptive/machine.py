@@ -19,7 +19,7 @@ from lowtide.cost.stopwatch import watch_for
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.trace.trace import Kernel
 
-__all__ = ["available_capacity", "available_host_memory", "profile_device"]
+__all__ = ["available_capacity", "available_host_memory", "host_links", "profile_device"]
 
 LARGEST, LEAST = 1 << 22, 1 << 16
 """Bytes of the largest copy: the first, or less on OOM, down to the second."""
@@ -27,15 +27,18 @@ ROUNDS = 10
 """The most measurements of a copy."""
 
 
-def profile_device(device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None) -> Device:
+def profile_device(
+    device: torch.device, kernels: Iterable[Kernel] = (), *, like: Device | None = None, links: Links | None = None
+) -> Device:
     """The current device: its links both ways, what issuing a kernel costs, and the memory that a run may have.
 
     Of ``kernels``, those with measured seconds, such as all of a Trace, calibrate the model of those that were not
-    measured: the copies and sums that a Policy adds. The links to other devices are those of ``like``.
+    measured: the copies and sums that a Policy adds. The links to other devices are those of ``like``. ``links`` are
+    those to the host, where :func:`host_links` has measured them.
 
     ``profile_device(torch.device("cuda"), kernels_of(trace))``
     """
-    links = _links(device)
+    links = links or host_links(device)
     samples = [
         Sample(one.kind, one.dtype, one.flops, one.touched, one.seconds)
         for one in kernels
@@ -50,8 +53,8 @@ def profile_device(device: torch.device, kernels: Iterable[Kernel] = (), *, like
     )
 
 
-def _links(device: torch.device) -> Links:
-    """The links, measured with as large copies as there is room for."""
+def host_links(device: torch.device) -> Links:
+    """The links to the host, measured with as large copies as there is room for; takes most of the time."""
     largest = LARGEST
     while True:
         try:

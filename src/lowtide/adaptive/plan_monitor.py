@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.adaptive.lengths import Shape
 from lowtide.units import format_bytes
 
 __all__ = ["PATIENT", "QUERY", "PlanMonitor"]
@@ -18,40 +19,40 @@ QUERY = 10
 
 
 class PlanMonitor:
-    """Compares steps with their plans, one for each length of batches; lengths are 0 where batches have none."""
+    """Compares steps with their plans, one for each bucket of batches."""
 
     def __init__(self, error: float, replan_every: int) -> None:
         self.error, self.replan_every = error, replan_every
-        self.lost: dict[int, int] = {}
-        """Bytes that were missing, by length."""
-        self.lacking: set[int] = set()
-        """The lengths in whose steps memory was missing since they were planned."""
+        self.lost: dict[Shape, int] = {}
+        """Bytes that were missing, by bucket."""
+        self.lacking: set[Shape] = set()
+        """The buckets in whose steps memory was missing since they were planned."""
         self.planned_at = -replan_every
         self.unlike = self.replans = 0
 
-    def planned(self, length: int, step: int) -> None:
-        """A length has a new plan, made after ``step``."""
+    def planned(self, bucket: Shape, step: int) -> None:
+        """A bucket has a new plan, made after ``step``."""
         self.planned_at, self.unlike = step, 0
-        self.lacking.discard(length)
+        self.lacking.discard(bucket)
 
-    def missed(self, length: int, step: int, nbytes: int) -> None:
+    def missed(self, bucket: Shape, step: int, nbytes: int) -> None:
         """An allocation of a planned step failed, for lack of ``nbytes``."""
         if step > self.planned_at + SETTLING:
-            self.lost[length] = self.lost.get(length, 0) + max(nbytes, LEAST_LOST)
-            self.lacking.add(length)
+            self.lost[bucket] = self.lost.get(bucket, 0) + max(nbytes, LEAST_LOST)
+            self.lacking.add(bucket)
 
-    def wrong(self, length: int, peak: int, planned: int) -> str:
+    def wrong(self, bucket: Shape, peak: int, planned: int) -> str:
         """Why the plan of the step that has just ended does not hold; empty if it does.
 
         Compared are the most bytes that were allocated. What is reserved depends on other steps too: segments stay
         until the device asks for them back.
         """
         self.unlike = self.unlike + 1 if peak > planned * (1 + self.error) else 0
-        if length in self.lacking:
+        if bucket in self.lacking:
             return "memory was missing"
         if self.unlike < PATIENT:
             return ""
-        self.lost[length] = max(self.lost.get(length, 0), peak - planned)
+        self.lost[bucket] = max(self.lost.get(bucket, 0), peak - planned)
         return f"{format_bytes(peak)} allocated where {format_bytes(planned)} were planned"
 
     def may_replan(self, step: int) -> bool:

@@ -1,14 +1,15 @@
-"""The profiled steps of a run: what was measured, for each length of batches, and what is known of the layers."""
+"""The profiled steps of a run: what was measured, for each shape of batches, and what is known of the layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from math import prod
 
 from torch.optim import Optimizer
 
 from lowtide.adaptive.journal import Journal
-from lowtide.adaptive.lengths import Lengths
+from lowtide.adaptive.lengths import ENOUGH, Lengths, Shape, are_apart, format_shape
 from lowtide.adaptive.model_parts import ModelParts
 from lowtide.adaptive.ranks import Ranks
 from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
@@ -19,6 +20,10 @@ __all__ = ["Profiling"]
 
 FRUITLESS = 5
 """Steps in a row that could not be measured before profiling is given up."""
+MOST_TIMED = 6
+"""Steps that are timed at most, where batches of different shapes are waited for."""
+ROUNDS = 3
+"""How often a run is profiled at most."""
 
 
 class Profiling:
@@ -33,22 +38,61 @@ class Profiling:
         self.lengths = Lengths()
         self.layer_kinds: list[dict[Structure, LayerKind]] = [{} for _ in model.modules]
         """The layers' profiles, by part."""
+        self._shapes: list[Shape] = []
+        """The shapes of the batches of recorded steps that no Trace was made of yet."""
+        self._rounds = 0
+        """How often profiling was completed."""
+        self._more = True
         self._fruitless = self._seen = 0
 
-    def is_wanted(self, tokens: int) -> bool:
-        """Whether a step with batches of this length should be profiled."""
-        if self._fruitless >= FRUITLESS:
-            return False
-        return self.lengths.wanted(tokens) if tokens else not self.lengths.traces
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the next step should be profiled."""
+        return self._more and self._fruitless < FRUITLESS
 
-    def prepare(self, stack: ExitStack, tokens: int) -> list[Callable[[], AbstractContextManager[None]]]:
+    def want_more(self) -> None:
+        """Batches are unlike those that were measured: measure some of them."""
+        self._more = self._rounds < ROUNDS
+
+    def prepare(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
         """Prepare the model for a profiled step; what is returned makes the contexts to enter when it begins."""
-        for one in self.profilers:
-            one.timed = 1 if tokens else TIMED_STEPS  # there may never be a second batch of the same length
         return [stack.enter_context(one.prepared()) for one in self.profilers]
 
-    def step_ended(self, number: int, tokens: int) -> None:
-        """A profiled step has ended: agree with all ranks on the model's Trace, if enough steps were recorded."""
+    def step_ended(self, number: int, shape: Shape) -> None:
+        """A profiled step with batches of this shape has ended: agree with all ranks on the model's Traces, if enough
+        steps were recorded."""
+        self._note_fruitless(number)
+        done = len(self._shapes)
+        missing = not all(len(one.recorded) > done for one in self.profilers)
+        shape, (missing,) = self.ranks.batch(shape, [missing])
+        if missing:
+            for one in self.profilers:
+                del one.recorded[done:]
+            return
+        self._shapes.append(shape)
+        if not self._enough():
+            return
+        for chosen in _apart(self._shapes):
+            steps = [index for index, one in enumerate(self._shapes) if one == chosen]
+            trace = self.ranks.trace([one.trace(of=steps) for one in self.profilers], self.model.pipeline)
+            self.lengths.add(chosen, trace)
+            words = f" with batches of {format_shape(chosen)}" if chosen else ""
+            self.journal.note(number, "measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
+            self.journal.measured(trace)
+        for profiler, kinds in zip(self.profilers, self.layer_kinds, strict=True):
+            kinds |= profiler.kinds()
+            profiler.reset()
+        self._shapes, self._seen, self._more = [], -1, False
+        self._rounds += 1
+
+    def _enough(self) -> bool:
+        """Whether the recorded steps will do: several of one shape, or one of each of several shapes."""
+        apart = _apart([*self.lengths.traces, *self._shapes])
+        if len(apart) == 1:
+            return len(self._shapes) >= TIMED_STEPS
+        return len(apart) >= ENOUGH or len(self._shapes) >= MOST_TIMED
+
+    def _note_fruitless(self, number: int) -> None:
         seen = sum(len(one.recorded) + (one.survey is not None) for one in self.profilers)
         self._fruitless = 0 if seen != self._seen else self._fruitless + 1
         self._seen = seen
@@ -59,17 +103,6 @@ class Profiling:
                 f"{FRUITLESS} steps could not be measured: in none of them the model's forward and backward were seen,"
                 " or hooks of your own held what it saved; no plan is made",
             )
-        if not all(one.complete for one in self.profilers):
-            return
-        trace = self.ranks.trace([one.trace() for one in self.profilers], self.model.pipeline)
-        self.lengths.add(tokens, trace)
-        words = f" of {tokens} tokens" if tokens else ""
-        self.journal.note(number, "measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
-        self.journal.measured(trace)
-        for one, kinds in zip(self.profilers, self.layer_kinds, strict=True):
-            kinds |= one.kinds()
-            one.reset()
-        self._seen = -1
 
     def optimizer_begins(self) -> None:
         """An optimizer's step begins."""
@@ -85,3 +118,12 @@ class Profiling:
         """Take off the modes and hooks of a step; an interrupt may have left some on."""
         for one in self.profilers:
             one.take_off()
+
+
+def _apart(shapes: Iterable[Shape]) -> list[Shape]:
+    """Those that differ enough, the largest first."""
+    found: list[Shape] = []
+    for shape in sorted(shapes, key=prod, reverse=True):
+        if all(are_apart(shape, other) for other in found):
+            found.append(shape)
+    return found

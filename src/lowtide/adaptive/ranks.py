@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from lowtide.adaptive.agreement import Agreement
 from lowtide.adaptive.decide import Decided
+from lowtide.adaptive.lengths import Shape
 from lowtide.adaptive.merge import joined, slowest
 from lowtide.errors import PolicyError
 from lowtide.planner.pipeline import Pipeline
@@ -15,6 +16,8 @@ from lowtide.trace.trace import Part, Trace, kernels_of
 
 __all__ = ["Ranks"]
 
+DIMENSIONS = 6
+"""No batch has more of them, as far as ranks compare them."""
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for the first one to make a plan."""
 
@@ -23,17 +26,18 @@ class Ranks:
     """All ranks, and those of each pipeline stage.
 
     The cost of an agreement does not grow with the number of ranks, unless ranks of a stage ran different kernels.
+    With ``alone``, each rank decides by itself.
     """
 
-    def __init__(self, stage: int = 0) -> None:
-        self.all = Agreement(PATIENCE)
+    def __init__(self, stage: int = 0, *, alone: bool = False) -> None:
+        self.all = Agreement(PATIENCE, alone=alone)
         stages = self.all.of_every_rank(stage)
         of_stage = {
             one: [rank for rank, theirs in zip(self.all.ranks, stages, strict=True) if theirs == one]
             for one in sorted(set(stages))
         }
         self.leaders = {one: ranks[0] for one, ranks in of_stage.items()}
-        groups = {one: Agreement(PATIENCE, ranks) for one, ranks in of_stage.items()}
+        groups = {one: Agreement(PATIENCE, ranks, alone=alone) for one, ranks in of_stage.items()}
         self.stage = groups[stage]
 
     @property
@@ -62,6 +66,14 @@ class Ranks:
             return _with_seconds(trace, stage.largest([kernel.seconds or 0.0 for kernel in kernels_of(trace)]))
         # Experts are not equally loaded: the largest of each tensor is used.
         return slowest([Trace.from_json(stage.from_rank(trace.as_json(), rank)) for rank in stage.ranks])
+
+    def batch(self, shape: Shape, flags: Sequence[bool]) -> tuple[Shape, list[bool]]:
+        """The shape that covers the batches of all ranks; and for each flag, whether it is set on any."""
+        if self.all.alone:
+            return shape, list(flags)
+        sizes = [*shape[:DIMENSIONS], *[0] * (DIMENSIONS - len(shape))]
+        found = [int(one) for one in self.all.largest([*sizes, *flags])]
+        return tuple(one for one in found[:DIMENSIONS] if one), [bool(one) for one in found[DIMENSIONS:]]
 
     def smallest(self, number: int) -> int:
         """The smallest number of all ranks."""

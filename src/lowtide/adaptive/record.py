@@ -46,6 +46,8 @@ class AdaptStep(NamedTuple):
     phase: Phase
     rescued: int = 0
     """Failed allocations that it survived, by offloading tensors or by a retry of the step."""
+    peak_allocated: int = 0
+    """The most bytes that were in use; what is reserved beyond them was not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,4 +129,5 @@ def _step(value: Mapping[str, Any]) -> AdaptStep:
         int(value["peak_reserved"]),
         value["phase"],
         int(value["rescued"]),
+        int(value.get("peak_allocated", 0)),
     )

@@ -238,13 +238,12 @@ class Rescue:
         handle.manager.keep = None
 
     def arm(self, *, together: bool = True) -> None:
-        """From the next step on, watch every saved tensor and every operator; ``together``: so do all ranks."""
-        self.armed, self.together = True, together
+        """From the next step on, and in the rest of the running one, watch every saved tensor and every operator.
 
-    def arm_now(self) -> None:
-        """Watch the rest of the running step too, on this rank."""
-        if self._inside and not self.armed:
-            self.arm(together=False)
+        ``together``: so do all ranks.
+        """
+        watched, self.armed, self.together = self.armed, True, together
+        if self._inside and not watched:
             self._watch()
 
     def disarm(self) -> None:

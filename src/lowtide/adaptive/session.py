@@ -7,8 +7,10 @@ enough steps were profiled, all ranks agree on one Trace, the first rank makes t
 the same Policy, and the Policy is applied between two steps. From then on every step is compared with its plan. After
 an OOM, or when memory is not as planned, the run is re-planned, at most as often as the settings allow.
 
-Where batches have lengths, there is a plan for each length, rounded up: see :mod:`lowtide.adaptive.lengths`. A step
-with a batch longer than any so far is profiled.
+Where batches of different shapes were profiled, there is a plan for each bucket of shapes, and it is chosen at the
+door: when the model is called for the first time in a step. See [Note: batches of different shapes] and
+[Note: ranks with batches of different shapes]. Where only one shape was profiled nothing is chosen at the door; after
+some batches of other shapes, more steps are profiled.
 
 A Policy changes no value, so it does not matter to the training when it is switched.
 
@@ -20,22 +22,26 @@ pipeline stage is called only after the first.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowtide.adaptive.clock import Clock
 from lowtide.adaptive.decide import Decided, safe_policy
+from lowtide.adaptive.fragmentation import Fragmentation
 from lowtide.adaptive.journal import Journal
+from lowtide.adaptive.lengths import Shape, larger_of
 from lowtide.adaptive.model_parts import ModelParts
+from lowtide.adaptive.plan_monitor import QUERY
 from lowtide.adaptive.planning import Planning
 from lowtide.adaptive.profiling import Profiling
 from lowtide.adaptive.ranks import Ranks
@@ -44,11 +50,10 @@ from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.adaptive.user_loop import UserLoop, unwrapped
 from lowtide.errors import RescueError
-from lowtide.operators.calls import tensors_of
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import Plan
-from lowtide.policy import Policy
+from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 
 __all__ = ["Adaptive"]
@@ -56,6 +61,9 @@ __all__ = ["Adaptive"]
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+UNLIKE, RECENT = 3, 20
+"""Steps with batches unlike those that were measured before more are profiled, and among how many they must be: the
+last batch of an epoch is no reason."""
 FIRST_PROFILED = 2
 """The first step that is profiled: step 1 makes the optimizer's states, unlike the others."""
 
@@ -100,9 +108,10 @@ class Adaptive:
         )
         self.events, self.steps = self.journal.events, self.journal.steps
         self.profiling = Profiling(self.model, self.optimizers, self.ranks, self.journal)
-        self.planning = Planning(self.settings, self.ranks, self.model.pipeline, fixed, self.journal)
+        lengths = self.profiling.lengths
+        self.planning = Planning(self.settings, self.ranks, lengths, self.model.pipeline, fixed, self.journal)
         self.plans = self.planning.plans
-        """What was decided for each length; 0 where batches have none."""
+        """What was decided for each bucket of batches."""
         self.scaler = scaler
         self.rescue: Rescue | None = None
         self.policy = self.safe = safe_policy(self.model.total, fixed)
@@ -110,12 +119,21 @@ class Adaptive:
         """Of the applied Policy; none while no Policy is."""
         self.number = 0
         """Steps that have ended."""
-        self.tokens = 0
-        """The length of the running step's batches; 0 where they have none."""
+        self.shape: Shape = ()
+        """That of the running step's first batch; of the largest, where steps have several."""
+        self.bucket: Shape = ()
+        """The one whose plan the running step is under."""
+        self._at_door = True
+        """Whether the model was not called yet in the running step."""
+        self._differing: deque[Shape] = deque(maxlen=QUERY)
+        """What covers the batches of the last steps that had several, of different shapes."""
+        self._unlike: deque[int] = deque(maxlen=UNLIKE)
+        """The last steps with batches unlike those that were measured."""
         self.profiled = False
         """Whether the running step is profiled."""
         self.decided: Decided | None = None
         """What was decided for the running step; None before the first plan, and where the step is profiled."""
+        self._fragmentation = Fragmentation()
         self._failed = False
         """Whether an allocation failed in the step that has just ended."""
         self._compact = False
@@ -143,7 +161,7 @@ class Adaptive:
             scalers=[self.scaler] if self.scaler is not None else [],
         )
         self.rescue.arm()
-        self.rescue.watches_optimizer = lambda: bool(self.planning.suspicion.short(self._bucket, self.clock))
+        self.rescue.watches_optimizer = lambda: bool(self.planning.suspicion.short(self.bucket, self.clock))
         for handle in self.handles:
             self.rescue.follow(handle)
 
@@ -160,12 +178,11 @@ class Adaptive:
 
     # Steps.
 
-    def step(self, run: Callable[[], Result] | None = None, *, tokens: int | None = None) -> Result | None:
+    def step(self, run: Callable[[], Result] | None = None) -> Result | None:
         """Run one whole training step, forward, backward and optimizer, and return what it returns.
 
         ``run`` is retried on OOM if nothing else helps, so whatever it changes besides the model, its gradients and its
-        optimizers, such as a data loader, stays outside. ``tokens`` is the length of the step's micro-batches, where
-        that varies: then each length has its plan. Without ``run``, a step of the user's loop has ended.
+        optimizers, such as a data loader, stays outside. Without ``run``, a step of the user's loop has ended.
         """
         if run is None:
             self.loop.end()
@@ -173,7 +190,7 @@ class Adaptive:
         self.loop.abort()
         if not self.number:
             self._locate()
-        self._before(tokens or 0)
+        self._before()
         self._begin()
         with self.loop.whole_step():
             try:
@@ -187,6 +204,7 @@ class Adaptive:
                 self.take_off()
                 _refuse_transforms(error)
                 raise
+        self.pass_door()
         self.end_step()
         self.loop.note_calls(self.loop.called)
         return result
@@ -198,6 +216,7 @@ class Adaptive:
         @contextmanager
         def attempt() -> Iterator[None]:
             if next(attempts):
+                self.pass_door()
                 self._use(None)
             with ExitStack() as stack:
                 for record in self._prepared(stack):
@@ -207,7 +226,7 @@ class Adaptive:
         return attempt
 
     def _prepared(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
-        return self.profiling.prepare(stack, self.tokens) if self.profiled else []
+        return self.profiling.prepare(stack) if self.profiled else []
 
     def prepare(self) -> None:
         """Prepare the model for the next step of the user's loop."""
@@ -215,7 +234,7 @@ class Adaptive:
 
     def prepare_step(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
         """Choose the next step's Policy, or profile it; what is returned makes the contexts to enter when it begins."""
-        self._before(0)
+        self._before()
         return self._prepared(stack)
 
     def begin_step(self, running: ExitStack) -> None:
@@ -227,71 +246,111 @@ class Adaptive:
         self._begin()
 
     def _begin(self) -> None:
-        """A step begins: time it, and say how much may be allocated in it."""
+        """A step begins: time it."""
         self.clock.begin()
-        if self.rescue is not None:
-            decided = self.decided
-            self.rescue.watermark = None
-            if decided is not None and decided.plan.feasible:
-                self.rescue.watermark = decided.budget + self.planning.others(self._bucket, self.clock)
 
-    def _before(self, tokens: int) -> None:
+    def _before(self) -> None:
         """Choose what the next step is: profiled, under the safe Policy, or planned."""
         self._settle()
-        self.tokens = self.ranks.largest(tokens) if tokens else 0
-        profiled_from = min(FIRST_PROFILED, self.settings.profiling_steps)
-        self.profiled = self.number + 1 >= profiled_from and self.profiling.is_wanted(self.tokens)
-        unplanned = self.number < self.settings.profiling_steps or not self.profiling.lengths.traces
-        self.decided = None if self.profiled or unplanned else self._planned()
-        if self.decided is not None:
-            self._use(self.decided.policy)
-        else:
-            self._use(None if self.profiled else self.safe)
+        self._at_door, self.shape, self.decided = True, (), None
+        profiling, planned_from = self.profiling, self.settings.profiling_steps or 0
+        profiled_from = min(FIRST_PROFILED, planned_from or FIRST_PROFILED)
+        self.profiled = self.number + 1 >= profiled_from and profiling.is_wanted
+        if self.profiled:
+            self._use(None)
+        elif self.number < planned_from or not profiling.lengths.traces:
+            self._use(self.safe)
+        elif not profiling.lengths.vary:
+            self._take_plan(profiling.lengths.bucket(()), in_background=False)
+        if self.rescue is not None:
+            self.rescue.watermark = None
+            if self._is_chosen_at_door:
+                self.rescue.disarm()
+            else:
+                self._arm(self.rescue)
+
+    @property
+    def _is_chosen_at_door(self) -> bool:
+        """Whether the plan of the running step depends on its batch."""
+        lengths = self.profiling.lengths
+        return lengths.vary and not self.profiled and self.number >= (self.settings.profiling_steps or 0)
+
+    def pass_door(self, inputs: Sequence[Tensor] = ()) -> None:
+        """The model is called in a step: at its first call, choose the plan for batches of this shape.
+
+        See [Note: ranks with batches of different shapes].
+        """
+        shape = tuple(inputs[0].shape) if inputs and self.model.is_whole else ()
+        if not self._at_door:
+            if shape and shape != self.shape and not self.profiled:
+                self.shape = larger_of(self.shape, shape)
+                self._differing.append(self.shape)
+            return
+        self._at_door, self.shape = False, shape
+        if not self._is_chosen_at_door:
+            return
+        for one in self._differing:
+            shape = larger_of(shape, one)
+        planning = self.planning
+        flags = [planning.have_arrived(), planning.background.broken]
+        self.shape, (arrived, broken) = planning.peers.batch(shape, flags)
+        if arrived:
+            planning.take_arrived(self.number, self._bytes_of_others())
+        bucket = self.profiling.lengths.bucket(self.shape)
+        self._take_plan(bucket, in_background=not broken)
+        planning.ask(bucket, self.clock, rescued=self.rescue is not None, others=self._bytes_of_others)
         if self.rescue is not None:
             self._arm(self.rescue)
 
     def _arm(self, rescue: Rescue) -> None:
         """Watch every operator of the next step if there is a reason. See [Note: armed on suspicion]."""
-        decided, suspicion = self.decided, self.planning.suspicion
-        together = (
-            self.settings.watch == "always"
-            or decided is None
-            or decided.policy is None
-            or decided.scarce
-            or suspicion.together(self._bucket, self.number + 1)
-        )
-        watched = suspicion.before(self.number + 1) or self._bucket in self.planning.monitor.lacking
+        decided, suspicion, step = self.decided, self.planning.suspicion, self.number + 1
+        unproved = decided is None or decided.policy is None or decided.scarce or suspicion.is_new(self.bucket)
+        together = self.settings.watch == "always" or suspicion.together(step) or (unproved and self.planning.is_shared)
+        watched = suspicion.before(step) or unproved or self.bucket in self.planning.monitor.lacking
         if together or watched:
             rescue.arm(together=together)
-        else:
+        elif not self._is_chosen_at_door:
             rescue.disarm()
 
-    def model_begins(self, inputs: Any) -> None:
-        """The model is called in a step, with these arguments: watch the step if there is a reason to."""
-        if self.rescue is None or self.decided is None:
+    def model_begins(self, inputs: Sequence[Tensor]) -> None:
+        """The model is called in a step that has begun: say how much may be allocated, and watch it for a reason."""
+        decided = self.decided
+        if self.rescue is None or decided is None:
             return
+        if decided.plan.feasible:
+            self.rescue.watermark = decided.budget + self.planning.others(self.bucket, self.clock)
         step = self.number + 1
-        reason = self.planning.suspicion.at_door(self._bucket, step, tensors_of(inputs), self.clock)
+        reason = self.planning.suspicion.at_door(self.bucket, step, inputs, self.clock)
         if reason and not self.rescue.armed:
             logger.debug("step %d is watched: %s", step, reason)
-            self.rescue.arm_now()
-
-    @property
-    def _bucket(self) -> int:
-        """The length that the running step is planned as; 0 where batches have none."""
-        return self.profiling.lengths.bucket(self.tokens) if self.tokens else 0
+            self.rescue.arm(together=False)
 
     def end_step(self) -> None:
         """A step has ended: take its Trace if it was profiled, compare it with its plan if there is one."""
         self.number += 1
         self.clock.end(self.number, "measuring" if self.decided is None else "planned", self._count_rescues())
         if self.profiled:
-            self.profiling.step_ended(self.number, self.tokens)
+            self.profiling.step_ended(self.number, self.shape)
         elif self.decided is None:
             self.planning.safe_step_ended(self.number, self.clock)
         elif self.decided.policy is not None:
-            self.planning.suspicion.ended(self._bucket, self.number, self.clock, failed=self._failed)
-            self.planning.compare(self.number, self._bucket, self.decided.plan.simulation, self.clock)
+            self.planning.suspicion.ended(self.bucket, self.number, self.clock, failed=self._failed)
+            if not self.profiling.lengths.tell(self.shape):
+                self._unlike.append(self.number)
+            self.planning.compare(self.bucket, self.decided.plan.simulation, self.clock)
+            if any(layer != LayerPolicy() for layer in self.decided.policy.layers):
+                self._look_at_fragmentation()
+        if not self.profiled and self.profiling.lengths.traces:
+            unlike = len(self._unlike) == UNLIKE and self.number - self._unlike[0] < RECENT
+            if self.planning.step_ended(self.number, self.bucket, unlike=unlike):
+                self._unlike.clear()
+                self.profiling.want_more()
+
+    def _look_at_fragmentation(self) -> None:
+        clock = self.clock
+        if text := self._fragmentation.ended(clock.ended_with, clock.capacity(), clock.device.type):
+            self.say("warned", text)
 
     def _settle(self) -> None:
         """Record the last step; the device has reached its end by now."""
@@ -305,7 +364,7 @@ class Adaptive:
         self._failed = counts.any
         if counts.any:
             if self.decided is not None and self.decided.policy is not None:
-                self.planning.monitor.missed(self._bucket, self.number, counts.missing)
+                self.planning.monitor.missed(self.bucket, self.number, counts.missing)
             self.say("retried" if counts.retried_steps else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried_operators + counts.retried_steps + counts.watermark
 
@@ -317,20 +376,25 @@ class Adaptive:
 
     # The plan.
 
-    def _planned(self) -> Decided:
-        """What was decided for batches of this length; decided now, if the length is new."""
-        bucket, rescue = self._bucket, self.rescue
-        if bucket not in self.plans:
+    def _take_plan(self, bucket: Shape, *, in_background: bool) -> None:
+        """Put the next step under the plan for batches of a bucket; make it now if it is waited for."""
+        planning, rescue = self.planning, self.rescue
+        if planning.is_waited_for(bucket, in_background=in_background):
             self._use(None)
-            if self.planning.wants_compact_memory(bucket):  # segments of earlier steps have other sizes than the plan's
+            if planning.wants_compact_memory(bucket):  # segments of earlier steps have other sizes than the plan's
                 self._compact = rescue is not None
                 if rescue is None:
                     self.clock.empty_cache()
-            trace = self.profiling.lengths.trace(bucket)
-            assert trace is not None
-            others = max(0, self.clock.memory().allocated - self.model.bytes_with(self.optimizers))
-            self.planning.make(self.number, bucket, trace, self.clock, rescued=rescue is not None, others=others)
-        return self.plans[bucket]
+            others = self._bytes_of_others()
+            planning.make(self.number, bucket, self.clock, rescued=rescue is not None, others=others)
+        found = planning.find(bucket)
+        self.bucket = bucket if found is None else found
+        self.decided = None if found is None else planning.plans[found]
+        self._use(self.safe if self.decided is None else self.decided.policy)
+
+    def _bytes_of_others(self) -> int:
+        """What this process has on the device besides the model and its optimizers."""
+        return max(0, self.clock.memory().allocated - self.model.bytes_with(self.optimizers))
 
     def compact_if_due(self) -> None:
         """Compact memory before the first step of a plan: when its forward begins, old gradients are gone."""
@@ -410,6 +474,7 @@ class Adaptive:
         self.journal.save()
         self._use(None)
         self._compact = False
+        self.planning.background.close()
         _RUNS.discard(self)
         try:
             if self.rescue is not None:

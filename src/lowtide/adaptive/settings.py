@@ -28,8 +28,8 @@ MEGABYTE = 2**20
 class AdaptSettings:
     """How a run adapts itself to its memory."""
 
-    profiling_steps: int = PROFILING_STEPS
-    """Steps before the plan, under a safe Policy or profiled."""
+    profiling_steps: int | None = PROFILING_STEPS
+    """Steps before the plan, under a safe Policy or profiled; None: as few as it takes."""
     budget: int | None = None
     """Bytes of the device that the plan may fill; None: the device's memory less a measured margin. It bounds the plan,
     not the device: if nothing fits, everything is recomputed."""

@@ -170,18 +170,19 @@ class StepProfiler:
             change_in_place(recorder)
             self.recorded.append(_RecordedStep(recorder, phases.given))
 
-    def trace(self, *, name: str = "") -> Trace:
-        """The Trace of the recorded steps. Waits for the device; TraceError if none was recorded."""
-        if self.survey is None or not self.recorded:
+    def trace(self, *, name: str = "", of: Sequence[int] | None = None) -> Trace:
+        """The Trace of the recorded steps, or of some of them. Waits for the device; TraceError if there are none."""
+        recorded = self.recorded if of is None else [self.recorded[index] for index in of]
+        if self.survey is None or not recorded:
             raise TraceError(
-                f"{len(self.recorded)} steps were recorded, and a Trace needs at least one after the first, in which"
+                f"{len(recorded)} steps were recorded, and a Trace needs at least one after the first, in which"
                 " operators are profiled: run more inside step(), each with a forward and a backward of the model"
             )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        first = self.recorded[0]
+        first = recorded[0]
         kernels = first.recorder.kernels
-        seconds, alike = _seconds(kernels, [one.recorder.kernels for one in self.recorded])
+        seconds, alike = _seconds(kernels, [one.recorder.kernels for one in recorded])
         samples, tokens = (first.given[0], prod(first.given[:2])) if first.given else (0, 0)
         trace = assemble(
             self.survey,

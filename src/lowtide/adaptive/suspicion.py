@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from lowtide.adaptive.clock import Clock
+from lowtide.adaptive.lengths import Shape
 from lowtide.units import format_bytes
 
 __all__ = ["MARGIN", "SETTLING", "WATCHED", "Suspicion"]
@@ -40,11 +41,11 @@ WATCHED = 10
 SHAPES = 16
 """The largest batches that are remembered."""
 
-Shapes = tuple[tuple[int, ...], ...]
+Shapes = tuple[Shape, ...]
 
 
 class Suspicion:
-    """The reasons to watch a step, for the plan of each length; lengths are 0 where batches have none."""
+    """The reasons to watch a step, for the plan of each bucket of batches: see :mod:`lowtide.adaptive.lengths`."""
 
     def __init__(self) -> None:
         self.until = 0
@@ -53,66 +54,67 @@ class Suspicion:
         """What that was."""
         self.together_until = 0
         """The last step that all ranks watch."""
-        self._steps: dict[int, int] = {}
+        self._steps: dict[Shape, int] = {}
         """How many steps each plan has had."""
-        self._peaks: dict[int, deque[int]] = {}
+        self._peaks: dict[Shape, deque[int]] = {}
         """What the last steps of each plan have taken, in bytes."""
-        self._shapes: dict[int, list[Shapes]] = {}
+        self._shapes: dict[Shape, list[Shapes]] = {}
         """The largest batches of each plan's steps."""
         self._now: list[Shapes] = []
         """Those of the running step."""
         self._shortages = 0
         """How often the allocator has failed so far, or returned its cache."""
 
-    def planned(self, length: int) -> None:
-        """A length has a new plan."""
-        self._steps[length] = 0
-        self._peaks.pop(length, None)
-        self._shapes.pop(length, None)
+    def planned(self, bucket: Shape) -> None:
+        """A bucket of batches has a new plan."""
+        self._steps[bucket] = 0
+        self._peaks.pop(bucket, None)
+        self._shapes.pop(bucket, None)
 
-    def is_new(self, length: int) -> bool:
-        """Whether the plan of a length has had hardly any steps."""
-        return self._steps.get(length, 0) < SETTLING
+    def is_new(self, bucket: Shape) -> bool:
+        """Whether the plan of a bucket has had hardly any steps."""
+        return self._steps.get(bucket, 0) < SETTLING
 
-    def together(self, length: int, step: int) -> bool:
-        """Whether all ranks watch a step."""
-        return self.is_new(length) or step <= self.together_until
+    def together(self, step: int) -> bool:
+        """Whether all ranks watch a step, for what happened in earlier ones."""
+        return step <= self.together_until
 
     def before(self, step: int) -> bool:
         """Whether a step is watched from its beginning on this rank, for what happened in earlier ones."""
         self._now = []
         return step <= self.until
 
-    def short(self, length: int, clock: Clock) -> str:
+    def short(self, bucket: Shape, clock: Clock) -> str:
         """Why memory may not suffice now for what the steps of a plan take; empty if it does."""
-        peak, capacity = max(self._peaks.get(length, ()), default=0), clock.capacity()
+        peak, capacity = max(self._peaks.get(bucket, ()), default=0), clock.capacity()
         if capacity is None or peak + MARGIN <= capacity:
             return ""
         return f"steps take {format_bytes(peak)}, and this process can have {format_bytes(capacity)}"
 
-    def at_door(self, length: int, step: int, inputs: Iterable[Tensor], clock: Clock) -> str:
+    def at_door(self, bucket: Shape, step: int, inputs: Iterable[Tensor], clock: Clock) -> str:
         """Why a step is watched from a call of the model with these inputs on; empty if it is not."""
-        if not self.is_new(length):
+        if not self.is_new(bucket):
             self._look(step, clock.memory().shortages)
         shapes = tuple(tuple(one.shape) for one in inputs)
-        if any(_within(shapes, other) for other in (*self._shapes.get(length, ()), *self._now)):
-            return self.reason if step <= self.until else self.short(length, clock)
+        if any(_within(shapes, other) for other in (*self._shapes.get(bucket, ()), *self._now)):
+            return self.reason if step <= self.until else self.short(bucket, clock)
         self._now.append(shapes)
         largest = max(shapes, key=len, default=())
         return f"no batch so far was as large as {' x '.join(map(str, largest))}"
 
-    def ended(self, length: int, step: int, clock: Clock, *, failed: bool) -> None:
+    def ended(self, bucket: Shape, step: int, clock: Clock, *, failed: bool) -> None:
         """A step of a plan has ended; whether an allocation failed in it."""
-        if self.is_new(length):  # segments of earlier steps may still be reserved
+        if self.is_new(bucket):  # segments of earlier steps may still be reserved
             self._shortages = clock.ended_with.shortages
         else:
-            peak = clock.ended_with.peak_allocated if length else clock.ended_with.peak_reserved
-            self._peaks.setdefault(length, deque(maxlen=WATCHED)).append(peak)
+            several = len(self._steps) > 1  # then segments of other plans' steps may be reserved
+            peak = clock.ended_with.peak_allocated if several else clock.ended_with.peak_reserved
+            self._peaks.setdefault(bucket, deque(maxlen=WATCHED)).append(peak)
             self._look(step, clock.ended_with.shortages, failed=failed)
-        self._steps[length] = self._steps.get(length, 0) + 1
+        self._steps[bucket] = self._steps.get(bucket, 0) + 1
         if self._now:
-            known = [one for one in self._shapes.get(length, ()) if not any(_within(one, new) for new in self._now)]
-            self._shapes[length] = [*known, *self._now][-SHAPES:]
+            known = [one for one in self._shapes.get(bucket, ()) if not any(_within(one, new) for new in self._now)]
+            self._shapes[bucket] = [*known, *self._now][-SHAPES:]
 
     def _look(self, step: int, shortages: int, *, failed: bool = False) -> None:
         before, self._shortages = self._shortages, shortages

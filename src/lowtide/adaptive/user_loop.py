@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowtide._torch_private.backward import in_forward_mode
+from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
 from lowtide.operators.wrappers import Hook, take_back
 
@@ -90,7 +91,8 @@ class UserLoop:
         if running is None:
             if self.run.ranks.all.alone:
                 return
-            running = ExitStack()  # other ranks decide something together at the end of their step, with this one
+            running = ExitStack()  # other ranks decide something together in their step, with this one
+            self.run.pass_door()
             self.run.begin_step(running)
         try:
             running.close()
@@ -132,10 +134,12 @@ class UserLoop:
         if not torch.is_grad_enabled() or in_forward_mode():
             return
         self.called = True
+        inputs = tensors_of((args, kwargs))
+        self.run.pass_door(inputs)
         self.run.compact_if_due()
         if self._running is None and not self._in_whole_step:
             self._begin()
-        self.run.model_begins((args, kwargs))
+        self.run.model_begins(inputs)
         if self._in_whole_step:
             return
         self._calls += 1

@@ -68,6 +68,8 @@ def adaptive_figures(record: AdaptRecord) -> dict[str, Figure]:
         near = [size for size in known if size <= 2 * highest]  # a line far above would flatten the picture
         memory = byte_scale(max([highest, *near]))
         figure = _figure(record, steps, [float(step.peak_reserved) for step in steps], memory, "most reserved")
+        if any(step.peak_allocated for step in steps):
+            figure["data"].append(_in_use(steps, memory))
         for name, size in (("capacity", record.capacity), ("budget", record.budget)):
             if size is not None:
                 _level(figure, name, size, memory, drawn=size in near)
@@ -86,6 +88,19 @@ def adaptive_events(record: AdaptRecord) -> str:
     if not rows:
         return '<p class="lead">Nothing happened yet.</p>'
     return f'<table class="events"><tr><th>step</th><th>what</th><th>why</th></tr>{rows}</table>{left}'
+
+
+def _in_use(steps: Sequence[AdaptStep], memory: Scale) -> Figure:
+    """What was in use of what each step reserved."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "in use, of what is reserved",
+        "x": [step.step for step in steps],
+        "y": [short(step.peak_allocated / memory.size) for step in steps],
+        "line": {"color": "@line", "width": 1.5, "dash": "dot"},
+        "hovertemplate": f"step %{{x}}: %{{y}} {memory.unit} in use<extra></extra>",
+    }
 
 
 def _figure(

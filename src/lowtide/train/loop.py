@@ -118,8 +118,9 @@ class Loop:
         """The session that decides while the run trains; ``fixed`` is what the file decides."""
         if self.run.adapt is None:
             return None
-        for text in profiling_warnings(self.run.adapt.profiling_steps, self.last):
-            logger.warning("adapt: %s", text)
+        if self.run.adapt.profiling_steps is not None:
+            for text in profiling_warnings(self.run.adapt.profiling_steps, self.last):
+                logger.warning("adapt: %s", text)
         from lowtide.train.adaptive import make_adaptive
 
         return make_adaptive(self.run, self.job, self.meshes, self.optimizers, fixed, self.directory)
