@@ -5,8 +5,8 @@
 A Llama of 4 layers is trained for 500 steps on batches of one sequence whose length is drawn from a log-normal
 distribution, 32 to 2,048 tokens; attention keeps a number for every pair of tokens. The device holds what the longest
 batch needs with every layer recomputed, and one segment of the allocator more. The longest exceeds that under the plan
-of the mean. The run is given each step, ``run.step(...)``, and nothing about lengths. Then the same for 200 steps on
-two ranks with a copy of the model each, which draw different lengths and average their gradients.
+of the mean. The run is given each step, ``run.step(...)``, and nothing about lengths. Then the same on two
+ranks with a copy of the model each, which draw different lengths and average their gradients.
 
 - ``died``: steps that raised; ``not_bitwise``: losses that differ from those of an undisturbed run on a large device.
 - ``over_mean_plan``: whether the longest batch, under the plan for the mean length, runs out of memory here.
@@ -226,7 +226,7 @@ def main() -> int:
         "races": run.races,
     }
     if not arguments.quick:
-        result |= on_ranks(layers, 200, capacity, recomputed, console)
+        result |= on_ranks(layers, steps, capacity, recomputed, console)
     result["seconds"] = round(time.perf_counter() - start)
     table = Table("figure", "value", "limit")
     limits = {"died": "0", "not_bitwise": "0", "goodput": ">= 1.15"}

@@ -2,8 +2,8 @@
 
     python benchmarks/adaptive_long.py --json
 
-A Llama of 4 layers with dropout is trained for 2,000 steps on batches of 48 to 192 tokens, on a device that holds what
-is static and 70 % of the activations of the longest. Beside it the program
+A Llama of 4 layers with dropout is trained for 2,000 steps on batches of 4 x 48 to 192 tokens, on a device that holds
+what is static and 70 % of the activations of the longest. Beside it the program
 
 - evaluates every 50 steps, on longer batches without gradients;
 - generates 24 tokens every 80 steps, with cached keys and values;
@@ -44,7 +44,8 @@ import tide
 from models import Shape, llama, use_machine
 from tide import faults
 
-SHAPE = Shape(layers=4, sequence=256, hidden=64, intermediate=192, heads=2, vocabulary=200, factor=1 / 32)
+SHAPE = Shape(layers=4, sequence=256, hidden=128, intermediate=448, heads=2, vocabulary=200, factor=1 / 32)
+SAMPLES = 4
 SHORTEST, LONGEST = 48, 192
 PLENTY = 4 << 30
 
@@ -99,7 +100,7 @@ class Program:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         if number % 120 == 40:
-            self.own = torch.ones(1 << 19, device="tide")
+            self.own = torch.ones(1 << 17, device="tide")
         if number % 120 == 70:
             found.append(float(self.own.sum()) if self.own is not None else 0.0)
             self.own = None
@@ -140,7 +141,8 @@ class Neighbour:
                 torch.accelerator.empty_cache()  # it could not have had what this process has reserved
                 self.taken += 1
             else:
-                faults.shrink_capacity(1 + self.drawn(600), self.free * self.drawn(30) // 100)
+                left = self.free * (20 + self.drawn(30)) // 100  # beside what the program has at that moment
+                faults.shrink_capacity(1 + self.drawn(600), -left)
                 self.taken_within += 1
         tide.configure(capacity=self.capacity - self.held)
 
@@ -161,7 +163,7 @@ def activations() -> tuple[int, int]:
     program = Program()
     for _ in range(3):
         torch.accelerator.reset_peak_memory_stats()
-        program.step(program.batch(1, LONGEST))
+        program.step(program.batch(SAMPLES, LONGEST))
     program.optimizer.zero_grad(set_to_none=True)
     static = int(torch.accelerator.memory_allocated())
     return static, int(torch.accelerator.max_memory_reserved()) - static
@@ -178,7 +180,8 @@ def trained(steps: int, capacity: int | None, static: int, console: Console) -> 
     died, device, host = "", [], 0
     title = "adapted" if run is not None else "without lowtide"
     for number in track(range(1, steps + 1), title, console=console, disable=not console.is_terminal, transient=True):
-        tokens = program.batch(1, SHORTEST + int(torch.randint(LONGEST - SHORTEST, (), generator=program.generator)))
+        length = int(torch.randint(SHORTEST, LONGEST + 1, (), generator=program.generator))
+        tokens = program.batch(SAMPLES, length)
         if run is None:
             found.append(program.step(tokens))
         else:
@@ -203,7 +206,7 @@ def trained(steps: int, capacity: int | None, static: int, console: Console) -> 
         kinds = [event.kind for event in run.events]
         console.print(*(f"step {one.step}: {one.text}" for one in run.events[:40]), sep="\n", highlight=False)
         result = {
-            "died": died,
+            "died": died[:300],
             "drift_device": device[-1] - device[0] if device else 0,
             "drift_host": round((host_bytes() - host) / host_bytes(), 4),
             "taken": neighbour.taken,
@@ -214,6 +217,7 @@ def trained(steps: int, capacity: int | None, static: int, console: Console) -> 
             "plans": len(run.plans),
             "races": len(tide.races()),
         }
+        tide.configure(capacity=PLENTY)
         run.remove()
     return found, result
 
@@ -221,11 +225,11 @@ def trained(steps: int, capacity: int | None, static: int, console: Console) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--quick", action="store_true", help="200 steps")
+    parser.add_argument("--quick", action="store_true", help="100 steps")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console, start = Console(stderr=True, width=140), time.perf_counter()
-    steps = 200 if arguments.quick else 2000
+    steps = 100 if arguments.quick else 2000
     static, more = activations()
     capacity = static + more * 7 // 10
     expected, _ = trained(steps, None, static, console)

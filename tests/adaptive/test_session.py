@@ -12,6 +12,8 @@ import torch
 import lowtide
 import tide
 from lowtide import LayerPolicy, Policy, Recompute
+from lowtide._torch_private.memory import MemoryStats
+from lowtide.adaptive.fragmentation import Fragmentation
 from lowtide.adaptive.record import load_record
 from lowtide.adaptive.session import Adaptive
 from lowtide.trace import Trace
@@ -251,6 +253,50 @@ def test_each_length_has_its_plan() -> None:
         assert run.plans[8, 69].plan.simulation.peak < run.plans[8, 128].plan.simulation.peak
         of_lengths(training, [100, 30])
         assert run.bucket == (8, 35)
+
+
+def test_memory_that_a_neighbour_takes_and_gives_back_is_planned_with_each_time() -> None:
+    steps = 40
+    expected, static, kept = undisturbed(steps=steps)
+    training = Training()
+    capacities = {share: static + (kept - static) * share // 10 for share in (6, 9)}
+    tide.configure(capacity=capacities[9])
+    run = lowtide.adapt(training.model, training.optimizer, verbose=False)
+    losses, policies = [], {}
+    for number in range(steps):
+        if number in (8, 20):
+            gc.collect()
+            torch.accelerator.empty_cache()  # the neighbour can only have what is free
+            tide.configure(capacity=capacities[6 if number == 8 else 9])
+        losses.append(run.step(training.step))
+        policies[number] = run.policy
+    assert losses == expected
+    assert policies[7] != policies[19]
+    assert policies[39] == policies[7]
+    assert not run.planning.monitor.lost
+    assert any("and gave" in event.text for event in run.events)
+    run.remove()
+
+
+def test_memory_that_is_reserved_and_not_in_use_is_said_once() -> None:
+    fragmentation = Fragmentation()
+    said = []
+    for step in range(100):
+        unused = 0 if step < 5 else 200
+        said.append(fragmentation.ended(MemoryStats(0, 500, 0, 500 + unused, 0), 1000, "tide"))
+    (text,) = filter(None, said)
+    assert said.index(text) == 24
+    assert text == "200 B were reserved and not in use in each of the last 20 steps, 20% of what this process can have"
+
+
+@pytest.mark.parametrize(("settings", "recommended"), [("", True), ("expandable_segments:True", False)])
+def test_expandable_segments_are_recommended_where_they_are_not_on(
+    monkeypatch: pytest.MonkeyPatch, settings: str, recommended: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    fragmentation = Fragmentation()
+    said = [fragmentation.ended(MemoryStats(0, 500, 0, 700, 0), 1000, "cuda") for _ in range(20)]
+    assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said[-1]) == recommended
 
 
 def test_a_layer_count_that_does_not_fit_is_refused() -> None:

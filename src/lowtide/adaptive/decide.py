@@ -55,6 +55,13 @@ class Decided:
     """One sentence for the user."""
     scarce: bool = False
     """Whether OOM is likely, so that the rescue should stay armed."""
+    capacity: int | None = None
+    """What the device gave when it was decided."""
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether no Policy could be faster."""
+        return self.policy is not None and all(one == LayerPolicy() for one in self.policy.layers)
 
 
 def safe_policy(layers: int, fixed: Policy | None = None) -> Policy:
@@ -73,6 +80,10 @@ def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = Tru
     there is no Policy, since the rescue can offload more than any Policy; if the run is not ``rescued``, every layer is
     recomputed. After OOMs that leave too little for any plan, the run goes on with the Policy that takes least.
     """
+    return replace(_decided(situation, settings, rescued=rescued), capacity=situation.capacity)
+
+
+def _decided(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> Decided:
     trace, device, pipeline = situation.trace, situation.device, situation.pipeline
     safe = safe_policy(len(trace.layers), situation.fixed)
     margin = _margin(situation, safe)

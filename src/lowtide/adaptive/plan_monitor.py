@@ -14,6 +14,8 @@ LEAST_LOST = 4 << 20
 """The bytes that a plan gives up after an OOM, at least."""
 PATIENT = 5
 """Steps in a row whose memory is not as planned before the run is re-planned."""
+FORGIVING = 100
+"""Steps without an OOM before what was missing is forgotten, at first."""
 QUERY = 10
 """Steps between two queries of the other ranks."""
 
@@ -29,17 +31,53 @@ class PlanMonitor:
         """The buckets in whose steps memory was missing since they were planned."""
         self.planned_at = -replan_every
         self.unlike = self.replans = 0
+        self._roomy = 0
+        """Steps in a row in which the device has given more than was planned for."""
+        self._capacities: dict[Shape, int | None] = {}
+        """What the device gave this process when each bucket was planned."""
+        self._missed_in: dict[Shape, int] = {}
+        """The last step in which memory was missing, by bucket."""
+        self._patience: dict[Shape, int] = {}
+        """Steps without an OOM before what was missing is forgotten, by bucket."""
 
-    def planned(self, bucket: Shape, step: int) -> None:
-        """A bucket has a new plan, made after ``step``."""
-        self.planned_at, self.unlike = step, 0
+    def planned(self, bucket: Shape, step: int, capacity: int | None) -> None:
+        """A bucket has a new plan, made after ``step`` for so much of the device."""
+        self.planned_at, self.unlike, self._roomy = step, 0, 0
         self.lacking.discard(bucket)
+        self._capacities[bucket] = capacity
 
-    def missed(self, bucket: Shape, step: int, nbytes: int) -> None:
-        """An allocation of a planned step failed, for lack of ``nbytes``."""
+    def missed(self, bucket: Shape, step: int, nbytes: int, capacity: int | None) -> None:
+        """An allocation of a planned step failed, for lack of ``nbytes``.
+
+        Where the device gives less than when the plan was made, another process has the rest: the plan was not wrong.
+        """
+        self._missed_in[bucket] = step
         if step > self.planned_at + SETTLING:
-            self.lost[bucket] = self.lost.get(bucket, 0) + max(nbytes, LEAST_LOST)
+            planned = self._capacities.get(bucket)
+            if planned is None or capacity is None or capacity + nbytes > planned:
+                self.lost[bucket] = self.lost.get(bucket, 0) + max(nbytes, LEAST_LOST)
             self.lacking.add(bucket)
+
+    def has_room(self, bucket: Shape, step: int, capacity: int | None) -> str:
+        """Why the plan of the step that has just ended may give way to one that takes more; empty if it may not.
+
+        The device gives more than when it was made, or no memory was missing for long. What is forgotten and then
+        missing again is remembered twice as long.
+        """
+        planned = self._capacities.get(bucket)
+        roomy = planned is not None and capacity is not None and capacity > planned + max(LEAST_LOST, planned // 20)
+        self._roomy = self._roomy + 1 if roomy else 0
+        if planned is not None and capacity is not None and self._roomy >= PATIENT:
+            return f"the device gives this process {format_bytes(capacity)}, and gave {format_bytes(planned)} before"
+        patience = self._patience.get(bucket, FORGIVING)
+        if not self.lost.get(bucket) or step - self._missed_in.get(bucket, step) < patience:
+            return ""
+        return f"no memory was missing for {patience} steps"
+
+    def forgive(self, bucket: Shape) -> None:
+        """Forget what was missing."""
+        if self.lost.pop(bucket, 0):
+            self._patience[bucket] = 2 * self._patience.get(bucket, FORGIVING)
 
     def wrong(self, bucket: Shape, peak: int, planned: int) -> str:
         """Why the plan of the step that has just ended does not hold; empty if it does.

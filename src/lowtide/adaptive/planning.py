@@ -28,7 +28,6 @@ from lowtide.adaptive.suspicion import Suspicion
 from lowtide.cost.links import Links
 from lowtide.errors import LowtideError
 from lowtide.planner.pipeline import Pipeline
-from lowtide.planner.simulation import Simulation
 from lowtide.policy import Policy
 from lowtide.trace.trace import Trace, kernels_of
 
@@ -78,6 +77,8 @@ class Planning:
         """The least of all ranks' when they last agreed on it."""
         self._wrong = ""
         """Why the plan of the step that has just ended does not hold; empty if it does."""
+        self._room = ""
+        """Why it may give way to a faster one; empty if it may not."""
 
     @property
     def is_shared(self) -> bool:
@@ -153,7 +154,7 @@ class Planning:
         )
 
     def _planned(self, step: int, bucket: Shape, decided: Decided, others: int) -> None:
-        self.monitor.planned(bucket, step)
+        self.monitor.planned(bucket, step, decided.capacity)
         self.suspicion.planned(bucket)
         words = f" for batches of {format_shape(bucket)}" if self.lengths.vary else ""
         policy = f": Policy {decided.policy.digest[:12]}" if decided.policy is not None else ""
@@ -203,29 +204,37 @@ class Planning:
         first = self._begun_with.setdefault(bucket, clock.begun_with)
         return max(0, self._others.get(bucket, 0) + clock.begun_with - first)
 
-    def compare(self, bucket: Shape, simulation: Simulation, clock: Clock) -> None:
+    def compare(self, step: int, bucket: Shape, decided: Decided, clock: Clock) -> None:
         """Compare the step that has just ended with its plan."""
-        planned = simulation.peak + self.others(bucket, clock)
-        self._wrong = self.monitor.wrong(bucket, clock.ended_with.peak_allocated, planned)
+        if decided.policy is not None:
+            planned = decided.plan.simulation.peak + self.others(bucket, clock)
+            self._wrong = self.monitor.wrong(bucket, clock.ended_with.peak_allocated, planned)
+        if not decided.keeps_everything:
+            bound_by_device = self.settings.budget is None or decided.budget < self.settings.budget
+            self._room = self.monitor.has_room(bucket, step, clock.capacity() if bound_by_device else None)
 
     def step_ended(self, step: int, bucket: Shape, *, unlike: bool) -> bool:
-        """Drop the plan of the step that has ended if it does not hold: the next such step makes another.
+        """Drop the plan of the step that has ended if it does not hold, or if there is room for a faster one: the next
+        such step makes another.
 
         ``unlike`` says that batches were unlike those that were measured; returned is whether they were on any rank.
         """
-        reason, self._wrong = self._wrong, ""
-        wanted = bool(reason)
+        reason, room = self._wrong, self._room
+        self._wrong = self._room = ""
+        wanted, short = bool(reason), not room
         if not self.ranks.all.alone:  # ranks ask each other every few steps, all of them in the same step
             due = step % QUERY == 0
             watched = due and step < self.suspicion.until
-            flags = self.ranks.all.any_of([wanted, watched, unlike]) if due else [False] * 3
+            flags = self.ranks.all.any_of([wanted, short, watched, unlike]) if due else [False, True, False, False]
             if self.is_shared:
-                wanted = flags[0]
-            watched, unlike = flags[1:]
+                wanted, short = flags[:2]
+            watched, unlike = flags[2:]
             if watched:
                 self.suspicion.all_ranks(step)
-        if wanted and bucket in self.plans and self.monitor.may_replan(step):
-            self.journal.note(step, "replanned", reason or "another rank asked for it")
-            self.monitor.replans += 1
+        if bucket in self.plans and (wanted or not short) and self.monitor.may_replan(step):
+            if not wanted:
+                self.monitor.forgive(bucket)
+            self.journal.note(step, "replanned", reason or room or "another rank asked for it")
+            self.monitor.replans += wanted
             self.replaced[bucket] = self.plans.pop(bucket)
         return unlike

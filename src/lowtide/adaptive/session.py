@@ -53,7 +53,7 @@ from lowtide.errors import RescueError
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import Plan
-from lowtide.policy import LayerPolicy, Policy
+from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 
 __all__ = ["Adaptive"]
@@ -334,21 +334,24 @@ class Adaptive:
             self.profiling.step_ended(self.number, self.shape)
         elif self.decided is None:
             self.planning.safe_step_ended(self.number, self.clock)
-        elif self.decided.policy is not None:
-            self.planning.suspicion.ended(self.bucket, self.number, self.clock, failed=self._failed)
-            if not self.profiling.lengths.tell(self.shape):
-                self._unlike.append(self.number)
-            self.planning.compare(self.bucket, self.decided.plan.simulation, self.clock)
-            if any(layer != LayerPolicy() for layer in self.decided.policy.layers):
-                self._look_at_fragmentation()
+        else:
+            self._planned_step_ended(self.decided)
         if not self.profiled and self.profiling.lengths.traces:
             unlike = len(self._unlike) == UNLIKE and self.number - self._unlike[0] < RECENT
             if self.planning.step_ended(self.number, self.bucket, unlike=unlike):
                 self._unlike.clear()
                 self.profiling.want_more()
 
-    def _look_at_fragmentation(self) -> None:
+    def _planned_step_ended(self, decided: Decided) -> None:
         clock = self.clock
+        self.planning.compare(self.number, self.bucket, decided, clock)
+        if decided.policy is None:
+            return
+        self.planning.suspicion.ended(self.bucket, self.number, clock, failed=self._failed)
+        if not self.profiling.lengths.tell(self.shape):
+            self._unlike.append(self.number)
+        if decided.keeps_everything:
+            return
         if text := self._fragmentation.ended(clock.ended_with, clock.capacity(), clock.device.type):
             self.say("warned", text)
 
@@ -364,7 +367,7 @@ class Adaptive:
         self._failed = counts.any
         if counts.any:
             if self.decided is not None and self.decided.policy is not None:
-                self.planning.monitor.missed(self.bucket, self.number, counts.missing)
+                self.planning.monitor.missed(self.bucket, self.number, counts.missing, self.clock.capacity())
             self.say("retried" if counts.retried_steps else "rescued", "; ".join(counts.reasons[:3]))
         return counts.retried_operators + counts.retried_steps + counts.watermark
 

@@ -14,6 +14,9 @@ __all__ = ["Links", "measure_links"]
 
 SMALL, LARGE = 1 << 12, 1 << 24
 """Bytes of the copies that a link is measured with."""
+LEAST_LARGE, ENOUGH = 1 << 18, 0.5e-3
+"""Copies of so many bytes and more are measured, until one takes so many seconds: on a slow link a run would wait for
+larger ones."""
 TINY = 1
 """Elements of a kernel that is all latency."""
 ISSUED = 100
@@ -68,6 +71,10 @@ def _link(
     def copy_of(size: int) -> Callable[[], Tensor]:
         return lambda: destination[:size].copy_(source[:size], non_blocking=True)
 
+    most, large = large, min(large, LEAST_LARGE)
+    copy_of(large)()
+    while large < most and watch(copy_of(large)) < ENOUGH:
+        large = min(4 * large, most)
     times = []
     for size in (SMALL, large):  # not in turns: on a CPU the large one would drive the small one out of the caches
         call = copy_of(size)
