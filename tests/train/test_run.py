@@ -142,6 +142,7 @@ def test_a_run_adapts_itself_where_the_file_asks_for_it(text: str) -> None:
     quiet = {"adaptive_recompute_device_size": 1024, "profiling_step": 7, "verbosity": "quiet"}
     expected = AdaptSettings(budget=2**30, rescue=False, profiling_steps=7, verbose=False)
     assert run_of(text, adapt=quiet).adapt == expected
+    assert run_of(text, adapt={"budget": "auto", "watch": "always"}).adapt == AdaptSettings(watch="always")
 
 
 def test_a_device_size_above_the_devices_memory_is_warned_of() -> None:

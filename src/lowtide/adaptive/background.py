@@ -14,6 +14,8 @@ import sys
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from lowtide.adaptive.decide import Decided, Situation, decide
@@ -45,17 +47,19 @@ class BackgroundPlanner:
         """Whether there can be no such process, or it has died."""
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
+        self._questions: SimpleQueue[Any] = SimpleQueue()
+        """What a thread sends: a pipe is full until the other end has read it, and training does not wait for that."""
 
     def ask(self, shape: Shape, situation: Situation, settings: AdaptSettings, *, rescued: bool) -> None:
         """Let the plan of a shape be made. No-op if the process is broken."""
         try:
             if self._pipe is None and not self.broken:
                 self._start()
-            if self._pipe is not None:
-                self._pipe.send((shape, situation, settings, rescued))
-                self.waiting.add(shape)
         except OSError as error:
             self._fail(error)
+        if not self.broken:
+            self.waiting.add(shape)
+            self._questions.put((shape, situation, settings, rescued))
 
     def arrived(self) -> dict[Shape, Decided | None]:
         """The plans that were made since the last call; None where the planner has failed."""
@@ -71,14 +75,16 @@ class BackgroundPlanner:
 
     def close(self) -> None:
         """End the process."""
-        pipe, process = self._pipe, self._process
+        process, pipe = self._process, self._pipe
         self._pipe = self._process = None
         self.waiting.clear()
-        if pipe is not None:
-            pipe.close()
+        self._questions.put(None)
+        self._questions = SimpleQueue()
         if process is not None:
             process.kill()
             process.wait()
+        if pipe is not None:
+            pipe.close()
 
     def _start(self) -> None:
         ours, theirs = Pipe()
@@ -89,16 +95,24 @@ class BackgroundPlanner:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
-            ours.send(sys.path)
         except BaseException:
             ours.close()
             raise
         self._pipe = ours
+        self._questions.put(sys.path)
+        Thread(target=_send, args=(ours, self._questions), name="lowtide plans", daemon=True).start()
 
     def _fail(self, error: Exception) -> None:
         logger.debug("plans are not made in the background: %r", error)
         self.broken = True
         self.close()
+
+
+def _send(pipe: Connection[Any, Any], questions: SimpleQueue[Any]) -> None:
+    """Send what is asked until that is None, or there is no reader any more."""
+    with suppress(OSError):
+        while (question := questions.get()) is not None:
+            pipe.send(question)
 
 
 def serve(pipe: Connection[Any, Any]) -> None:

@@ -191,7 +191,7 @@ class Adaptive:
         if not self.number:
             self._locate()
         self._before()
-        self._begin()
+        self.clock.begin()
         with self.loop.whole_step():
             try:
                 attempts = self._attempts()
@@ -243,10 +243,6 @@ class Adaptive:
             self._locate()
         if self.rescue is not None:
             running.enter_context(self.rescue.watching())
-        self._begin()
-
-    def _begin(self) -> None:
-        """A step begins: time it."""
         self.clock.begin()
 
     def _before(self) -> None:
@@ -348,7 +344,7 @@ class Adaptive:
         if decided.policy is None:
             return
         self.planning.suspicion.ended(self.bucket, self.number, clock, failed=self._failed)
-        if not self.profiling.lengths.tell(self.shape):
+        if self.shape and not self.profiling.lengths.tell(self.shape):
             self._unlike.append(self.number)
         if decided.keeps_everything:
             return

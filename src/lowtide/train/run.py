@@ -175,9 +175,10 @@ def _adapt(settings: Settings, device_memory: int | None) -> ReadSettings:
         verbose=adapt.verbosity != "quiet",
         device_memory=min((size for size in (device_memory, most) if size is not None), default=None),
     )
-    if read.settings is None or read.settings.budget is not None or most is None:
+    if read.settings is None:
         return read
-    return read._replace(settings=replace(read.settings, budget=most))
+    budget = most if read.settings.budget is None else read.settings.budget
+    return read._replace(settings=replace(read.settings, budget=budget, watch=adapt.watch))
 
 
 def _read_graph(settings: Settings, placement: Placement, world: int | None) -> Run:

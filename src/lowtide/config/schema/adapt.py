@@ -30,5 +30,7 @@ class Adapt(Section):
     """Steps that are measured before the plan is made; default 10."""
     device_swap: bool | None = None
     """Whether tensors are offloaded to the host on OOM; default: true, false with `device_size`."""
+    watch: Literal["suspicion", "always"] = "suspicion"
+    """In which steps operators are watched for OOM: those that give a reason, or all; default suspicion."""
     verbosity: Literal["quiet", "normal"] = "normal"
     """Whether what is decided is printed; default normal."""
