@@ -94,6 +94,8 @@ class BackgroundPlanner:
                     [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # the solver prints; if it dies, plans are made here and say why
                 )
         except BaseException:
             ours.close()
