@@ -162,6 +162,7 @@ class Planning:
         self.journal.planned(decided, shown=len(self.plans) < 2)
         self.plans[bucket], self._others[bucket] = decided, others
         self._begun_with.pop(bucket, None)
+        self.replaced.pop(bucket, None)  # a plan is large
 
     # In the background.
 
