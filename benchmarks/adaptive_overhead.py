@@ -51,7 +51,7 @@ from ranks import Ranks
 
 DECIDED = Policy.uniform([Rule(Pattern(name), Recompute()) for name in ("mlp.act_fn", "mlp.mul")])
 SETTLED = 16
-"""Steps before anything is measured: the plan is made in the tenth."""
+"""Steps before anything is measured: the plan is made after the fifth."""
 LARGE = Shape(layers=8, sequence=256, hidden=384, intermediate=1024, heads=6, vocabulary=2000)
 SMALL = Shape(layers=8, sequence=32, hidden=64, intermediate=128, heads=2, vocabulary=200)
 

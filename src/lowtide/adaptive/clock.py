@@ -39,8 +39,7 @@ class Clock:
 
     def end(self, number: int, phase: Phase, rescued: int) -> None:
         """A step has ended on the host."""
-        self.ended_with = self.memory()
-        found = self.ended_with
+        found = self.ended_with = self.memory()
         step = AdaptStep(number, 0.0, found.peak_reserved, phase, rescued, found.peak_allocated)
         self._ended = self._begin, moment(self.device), step
 
