@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide._torch_private.modes import current_dispatch_mode
 from lowtide.adaptive.rescue import Rescue
+from lowtide.adaptive.step_snapshot import Contents
 from lowtide.errors import RescueError
 from tide import faults
 
@@ -265,6 +266,7 @@ import os, torch, tide
 from torch import nn
 from tide import faults
 from lowtide.adaptive.rescue import Rescue
+from lowtide.adaptive.step_snapshot import Contents
 
 def train(armed, rescued):
     torch.manual_seed(0)
@@ -527,3 +529,32 @@ def test_buffers_that_were_made_in_inference_mode_are_restored() -> None:
         return case.train(step)
 
     exact(train)
+
+
+@pytest.mark.parametrize("change", ["parameter", "buffer", "module", "attribute", "dictionary"])
+def test_contents_of_a_model_that_was_changed_between_steps_are_listed_again(change: str) -> None:
+    model = Counting(nn.Sequential(nn.Linear(2, 2), nn.GELU()), in_place=False)
+    contents = Contents(model, None)
+    assert contents.current
+    model(torch.ones(2))  # sets a tensor and a number as attributes
+    assert not contents.current
+    model.mean = None
+    contents = Contents(model, contents)
+    assert contents.current
+    inner = model.model[0]
+    match change:
+        case "parameter":
+            inner.weight = nn.Parameter(torch.ones(2, 2))
+        case "buffer":
+            inner.register_buffer("scale", torch.ones(2))
+        case "module":
+            model.model[1] = nn.ReLU()
+        case "attribute":
+            model.forwards = 7
+        case "dictionary":
+            inner._parameters = dict(inner._parameters, more=nn.Parameter(torch.ones(2)))
+    assert not contents.current
+    found = Contents(model, contents)
+    assert set(map(id, found.parameters)) == set(map(id, model.parameters()))
+    assert [whole for whole, *_ in found.buffers] == [name for name, _ in model.named_buffers()]
+    assert found.attributes.modules[model].saved["forwards"] == model.forwards

@@ -58,6 +58,8 @@ class AttributeSnapshot:
                 tensors = any(type(value) is _TensorAttribute for value in saved.values())
                 found = _Module(dict_version(vars(module)), saved, tensors)
             self.modules[module] = found
+        self.has_tensors = any(one.tensors for one in self.modules.values())
+        """Whether there are tensors among them: then another step needs another snapshot."""
 
     def restore(self) -> None:
         """Restore them; RescueError if a tensor was written to, or is gone."""

@@ -33,12 +33,11 @@ from lowtide._torch_private.backward import current_backward
 from lowtide._torch_private.saved_tensor_hooks import insert_saved_tensors_hooks, remove_saved_tensors_hooks
 from lowtide._torch_private.scaler import calling_scaler
 from lowtide._torch_private.storages import storage_key
-from lowtide.adaptive.attributes import AttributeSnapshot
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import SavedStorages
 from lowtide.adaptive.paging import Pager
 from lowtide.adaptive.retry import RetryMode
-from lowtide.adaptive.step_snapshot import RetryStep, StepSnapshot
+from lowtide.adaptive.step_snapshot import Contents, RetryStep, StepSnapshot
 from lowtide.errors import ModelError, RescueError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
@@ -103,8 +102,8 @@ class Rescue:
         """The class of an optimizer that stepped and was not passed to us."""
         self._snapshot: StepSnapshot | None = None
         """Of the running step; None where it cannot be retried."""
-        self._attributes: AttributeSnapshot | None = None
-        """Of the step before."""
+        self._contents: Contents | None = None
+        """Of the model, in the step before."""
         self._ceiling: int | None = None
         """The watermark of a step that is retried."""
         self._needed = 0
@@ -140,8 +139,8 @@ class Rescue:
 
         ``around`` makes a context for each attempt. RescueError if the step cannot be retried, or never fits.
         """
-        snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn, self._attributes)
-        self._snapshot, self._attributes = snapshot, snapshot.attributes
+        snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn, self._contents)
+        self._snapshot, self._contents = snapshot, snapshot.contents
         self._mode.wrote, self._foreign = False, ""
         hook = register_optimizer_step_pre_hook(self._any_optimizer_steps)
         why = ""

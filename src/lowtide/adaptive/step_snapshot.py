@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide._torch_private.compiled import dict_version
 from lowtide._torch_private.generators import generator_key
-from lowtide._torch_private.modules import buffers_of, parameters_of
+from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
 from lowtide._torch_private.scaler import forget_unscaling
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide._torch_private.versions import version_of
@@ -19,11 +20,41 @@ from lowtide.errors import RescueError
 from lowtide.runtime.module_state import named_modules_of
 from lowtide.runtime.randomness import ProcessRandom, RandomState
 
-__all__ = ["RetryStep", "StepSnapshot"]
+__all__ = ["Contents", "RetryStep", "StepSnapshot"]
 
 
 class RetryStep(Exception):  # noqa: N818  not an error: a request, raised through the step that it ends
     """The step has to be retried from its beginning."""
+
+
+class Contents:
+    """The modules, parameters, buffers and plain attributes of a model.
+
+    They are listed in every step, which takes a millisecond and more, and are seldom others than in the step before: a
+    dictionary's version counts what is put into it.
+    """
+
+    def __init__(self, model: nn.Module, last: Contents | None) -> None:
+        modules = named_modules_of(model)
+        self.parameters = [one for _, module in modules for one in parameters_of(module).values() if one is not None]
+        self.buffers = [
+            (prefix + name, buffers_of(module), name, buffer)
+            for prefix, module in modules
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None
+        ]
+        """Each with its whole name, and where its module has it."""
+        self.attributes: AttributeSnapshot = AttributeSnapshot(
+            [module for _, module in modules], last.attributes if last else None
+        )
+        kinds = (vars, submodules_of, parameters_of, buffers_of)
+        self._dictionaries: list[dict[str, Any]] = [kind(module) for _, module in modules for kind in kinds]
+        self._versions = list(map(dict_version, self._dictionaries))
+
+    @property
+    def current(self) -> bool:
+        """Whether the model still has these."""
+        return self._versions == list(map(dict_version, self._dictionaries)) and not self.attributes.has_tensors
 
 
 class StepSnapshot:
@@ -35,36 +66,27 @@ class StepSnapshot:
         optimizers: tuple[torch.optim.Optimizer, ...],
         changing: frozenset[str] | None,
         drawn: Iterable[torch.Generator] = (),
-        attributes: AttributeSnapshot | None = None,
+        known: Contents | None = None,
     ) -> None:
         """``changing`` names the buffers that earlier steps changed, which are copied; None: copy all of them.
 
-        ``drawn`` are the generators, other than torch's default ones, that earlier steps drew from. ``attributes`` are
-        those of the step before: what has not changed since is taken from there.
+        ``drawn`` are the generators, other than torch's default ones, that earlier steps drew from. ``known`` are the
+        model's contents in the step before.
         """
         self.default_generators = ProcessRandom()
         self.generators = {generator_key(one): (one, one.get_state()) for one in drawn}
         """Generators that the step may draw from besides the default ones, and their states before it did."""
         self.drawn: set[int] = set()
         """The keys of those that the step did draw from."""
-        modules = named_modules_of(model)
-        of_modules = [one for _, module in modules for one in parameters_of(module).values() if one is not None]
+        self.contents = contents = known if known is not None and known.current else Contents(model, known)
         of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-        parameters = {id(one): one for one in [*of_modules, *of_optimizers]}.values()
+        parameters = {id(one): one for one in [*contents.parameters, *of_optimizers]}.values()
         self.parameters = [(parameter, version_of(parameter)) for parameter in parameters]
         self.gradients = [(one, one.grad is not None, *_weak(one.grad)) for one in parameters]
         """Each parameter, whether it had a gradient, that gradient, and its version."""
         self.kept = [parameter for parameter, existed, *_ in self.gradients if existed]
         """Parameters with a gradient that the step has not been seen to drop."""
-        self.attributes = AttributeSnapshot((module for _, module in modules), attributes)
-        registered = [
-            (prefix, buffers_of(module), name, buffer)
-            for prefix, module in modules
-            for name, buffer in buffers_of(module).items()
-            if buffer is not None
-        ]
-        self.registered = [(holder, name, buffer) for _, holder, name, buffer in registered]
-        self.buffers = {prefix + name: (buffer, version_of(buffer)) for prefix, _, name, buffer in registered}
+        self.buffers = {whole: (buffer, version_of(buffer)) for whole, _, _, buffer in contents.buffers}
         self.copies = {
             name: inner_tensor(buffer).detach().cpu().clone()
             for name, (buffer, _) in self.buffers.items()
@@ -129,7 +151,7 @@ class StepSnapshot:
         for one, state in self.generators.values():
             one.set_state(state)
         self.default_generators.restore()
-        self.attributes.restore()
+        self.contents.attributes.restore()
         self._restore_buffers()
         self._restore_gradients()
         for optimizer, known in self.states:
@@ -146,7 +168,7 @@ class StepSnapshot:
         forget_unscaling(scalers, (optimizer for optimizer, _ in self.states))
 
     def _restore_buffers(self) -> None:
-        for holder, name, buffer in self.registered:
+        for _, holder, name, buffer in self.contents.buffers:
             if holder.get(name) is not buffer:
                 holder[name] = buffer  # the step had replaced it
         for name, (buffer, version) in self.buffers.items():

@@ -177,6 +177,9 @@ def _is_split(pipeline: Pipeline) -> bool:
     return pipeline.stages * pipeline.chunks > 1
 
 
+PROGRAMS = 512
+"""The most compiled programs that are kept for other simulations: some 70 kB each, in processes that train."""
+
 _compiled: dict[Any, Program] = {}
 
 
@@ -192,8 +195,8 @@ def _compile(
     key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split)
     found = _compiled.get(key)
     if found is None:
-        if len(_compiled) > 4096:
-            _compiled.clear()
+        if len(_compiled) >= PROGRAMS:
+            del _compiled[next(iter(_compiled))]  # the oldest
         part = without_casts(part) if split else part
         found = compile_part(part, decisions, boundary, whole=whole, due_before=due, noticed=noticed)
         _compiled[key] = found
