@@ -1,4 +1,4 @@
-"""Steps whose micro-batches are passed to the run one by one: retried together, exact, and only as far as they can be."""
+"""Steps whose micro-batches are passed to the run one by one: retried together, exactly."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def train(device: str, disturb: Disturb | None = None, *, given: bool = True) ->
                     loss.backward()
                     return loss.detach()
 
-                losses.append(
-                    run.part(micro_batch, last=number == MICRO - 1) if run is not None else micro_batch()
-                )
+                losses.append(run.part(micro_batch, last=number == MICRO - 1) if run is not None else micro_batch())
             optimizer.step()
             optimizer.zero_grad()
         kinds = {event.kind for event in run.events} if run is not None else set()

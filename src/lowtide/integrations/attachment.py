@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.policy import Policy
     from lowtide.runtime.apply import Handle
 
-__all__ = ["Attachment", "Settings"]
+__all__ = ["Attachment", "Settings", "innermost"]
 
 Result = TypeVar("Result")
 
@@ -48,8 +48,8 @@ class Settings:
         given = [one.name for one in fields(self) if getattr(self, one.name) != getattr(plain, one.name)]
         if given:
             raise PolicyError(
-                f"attach(policy=…) applies that Policy and measures nothing, so {', '.join(given)} would have no effect;"
-                " leave out one or the other"
+                f"attach(policy=…) applies that Policy and measures nothing, so {', '.join(given)} would have no"
+                " effect; leave out one or the other"
             )
 
 
@@ -58,10 +58,10 @@ class Attachment:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.run: Adaptive | None = None
-        """The adaptive run, from the first step on; the last one, when the training has ended."""
+        self.runs: list[Adaptive] = []
+        """The adaptive runs, one for each model that is trained, from the first step on; they stay here afterwards."""
         self.handle: Handle | None = None
-        """The Policy at work, once the framework has a model."""
+        """The Policy at work, once the framework has a model; it stays here afterwards."""
         self._active = ExitStack()
         """What is on while the framework trains."""
         self._is_training = False
@@ -92,34 +92,51 @@ class Attachment:
         wait_for_every_rank("apply")
         self.handle = self._active.enter_context(apply(model, self.settings.policy, layers=self.settings.layers))
 
-    def adapt(self, model: nn.Module, optimizers: Sequence[Any], scaler: GradScaler | None = None) -> Adaptive | None:
-        """Begin an adaptive run, unless there is a Policy; each step of all the optimizers ends a step."""
+    def adapt(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        scaler: GradScaler | None = None,
+        *,
+        layers: str | None = None,
+        ended_by_optimizers: bool = True,
+    ) -> Adaptive | None:
+        """Begin an adaptive run, unless there is a Policy.
+
+        A step ends when all optimizers have stepped, or where ``run.step()`` is called if it is not
+        ``ended_by_optimizers``. ``layers`` names the layers where the settings' name is not that of ``model``.
+        """
         settings = self.settings
         if settings.policy is not None:
             return None
         from lowtide.api import adapt
 
         wait_for_every_rank("adapt")
-        self.run = adapt(
+        run = adapt(
             model,
-            list(optimizers),
+            [innermost(one) for one in optimizers],
             budget=settings.budget,
             profiling_steps=settings.profiling_steps,
             rescue=settings.rescue,
             watch=settings.watch,
             swap=settings.swap,
             scaler=scaler,
-            layers=settings.layers,
+            layers=layers or settings.layers,
             directory=settings.directory,
             verbose=settings.verbose,
         )
-        return self._active.enter_context(self.run)
+        if ended_by_optimizers:
+            self._active.enter_context(run)
+        else:
+            self._active.callback(run.remove)
+        self.runs.append(run)
+        return run
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around the framework's training: when it ends, the model and its optimizers are restored."""
         self.stop()
-        self.run = self.handle = None
+        self.runs, self.handle = [], None
         self._is_training = True
         try:
             with self._active:
@@ -133,6 +150,11 @@ class Attachment:
             raise PolicyError(f"lowtide was attached while the training was running: attach before {training}")
 
     # What a user calls.
+
+    @property
+    def run(self) -> Adaptive | None:
+        """The last adaptive run; None before the first step, and with a fixed Policy."""
+        return self.runs[-1] if self.runs else None
 
     def stop(self) -> None:
         """Restore the model and its optimizers; the next training begins again."""
@@ -150,3 +172,10 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that steps, where frameworks have wrapped it, perhaps several times."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer

@@ -21,11 +21,18 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.adaptive.session import Adaptive
 from lowtide.errors import ModelError, PolicyError, RescueError
 from lowtide.integrations.attachment import Attachment
+from lowtide.integrations.deepspeed import adapt_engine, is_engine
 from lowtide.integrations.plain_state import PlainState
 
 __all__ = ["attach"]
+
+_CHUNKED = (
+    "lowtide: TRL computes the logits of up to 4,096 tokens and 32,768 words at a time, in one buffer that no Policy"
+    " makes smaller; if it is what does not fit, make the micro-batch smaller and accumulate more of them"
+)
 
 
 def attach(trainer: Any, attachment: Attachment) -> Attachment:
@@ -38,6 +45,8 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
                 with attachment.training():
                     return train(*args, **kwargs)
             except RescueError as error:
+                if type(trainer.args).__module__.startswith("trl."):
+                    error.add_note(_CHUNKED)
                 if not trainer.args.auto_find_batch_size:
                     raise
                 # By these words accelerate knows that a smaller batch may help.
@@ -60,9 +69,7 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
                 return step(model, *args, **kwargs)
             run = attachment.run
             if run is None:
-                accelerator = trainer.accelerator
-                run = attachment.adapt(accelerator.unwrap_model(model), [trainer.optimizer], accelerator.scaler)
-                assert run is not None
+                run = _begin(trainer, model, attachment)
             part = _Part(trainer, model, lambda: step(model, *args, **kwargs))
             return run.part(part, last=trainer.accelerator.sync_gradients)
 
@@ -75,6 +82,16 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
     ):
         attachment.override(trainer, name, make)
     return attachment
+
+
+def _begin(trainer: Any, model: nn.Module, attachment: Attachment) -> Adaptive:
+    accelerator = trainer.accelerator
+    if is_engine(model):
+        run = adapt_engine(model, attachment)
+    else:
+        run = attachment.adapt(accelerator.unwrap_model(model), [trainer.optimizer], accelerator.scaler)
+    assert run is not None  # there is no Policy
+    return run
 
 
 class _Part:
@@ -113,4 +130,3 @@ def _refuse(trainer: Any) -> None:
             f"the trainer would use torch.nn.DataParallel on {args.n_gpu} devices, which copies the model in every"
             " step: start it with torchrun or accelerate launch, one process for each device"
         )
-
