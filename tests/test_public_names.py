@@ -41,6 +41,7 @@ NAMES = [
     "VerificationError",
     "adapt",
     "apply",
+    "attach",
     "load_policy",
     "plan",
     "verify",

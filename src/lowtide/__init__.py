@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnmatchedError,
         VerificationError,
     )
+    from lowtide.integrations.attach import attach
     from lowtide.planner.plan import Plan
     from lowtide.policy import (
         CollectiveRule,
@@ -76,6 +77,7 @@ __all__ = [
     "VerificationError",
     "adapt",
     "apply",
+    "attach",
     "load_policy",
     "plan",
     "verify",
@@ -88,6 +90,7 @@ _MODULES = {
     "Plan": "lowtide.planner.plan",
     "adapt": "lowtide.api",
     "apply": "lowtide.runtime.apply",
+    "attach": "lowtide.integrations.attach",
     "load_policy": "lowtide.config.load",
     "plan": "lowtide.api",
     "verify": "lowtide.runtime.verify",

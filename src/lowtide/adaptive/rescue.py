@@ -139,39 +139,67 @@ class Rescue:
 
         ``around`` makes a context for each attempt. RescueError if the step cannot be retried, or never fits.
         """
-        snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn, self._contents)
-        self._snapshot, self._contents = snapshot, snapshot.contents
-        self._mode.wrote, self._foreign = False, ""
-        hook = register_optimizer_step_pre_hook(self._any_optimizer_steps)
+        snapshot = self.snapshot()
         why = ""
-        try:
+        with self.retryable(snapshot):
             for _ in range(ATTEMPTS):
                 try:
                     with around(), self.watching():
                         result = step()
-                    changed = snapshot.changed(compared=self._changing is None)
-                    self._changing = (self._changing or frozenset()) | changed
-                    if self.armed:
-                        self._drawn = tuple(snapshot.generators[key][0] for key in snapshot.drawn)
+                    self.succeeded(snapshot)
                     return result
                 except (RetryStep, RuntimeError) as error:
-                    cause = _out_of_memory_cause(error)
-                    if cause is None:
+                    if (reason := self.reason_to_retry(error)) is None:
                         raise
-                    why = str(cause)
-                    if not isinstance(cause, RetryStep):
-                        missing = missing_bytes(cause)
-                        self.counts.lack(missing)
-                        why = f"{format_bytes(missing)} were missing"
-                        if self.ranks > 1:
-                            raise RescueError(self._alone(why)) from error
-                    del cause  # its traceback holds what the step has made
-                self._prepare_to_retry(snapshot, why)
+                    why = reason
+                self.restore(snapshot, why)
+        raise self.never_fits(why)
+
+    # The same for a caller that begins and ends its steps by itself: see [Note: parts of a step].
+
+    def snapshot(self) -> StepSnapshot:
+        """What a step that begins now begins with."""
+        snapshot = StepSnapshot(self.model, self.optimizers, self._changing, self._drawn, self._contents)
+        self._contents = snapshot.contents
+        self._mode.wrote, self._foreign = False, ""
+        return snapshot
+
+    @contextmanager
+    def retryable(self, snapshot: StepSnapshot) -> Iterator[None]:
+        """What runs inside can be retried: an operator that cannot be raises RetryStep."""
+        self._snapshot = snapshot
+        hook = register_optimizer_step_pre_hook(self._any_optimizer_steps)
+        try:
+            yield
         finally:
             hook.remove()
             self._ceiling = self._snapshot = None
+
+    def succeeded(self, snapshot: StepSnapshot) -> None:
+        """A step has not failed: note which buffers it changed, and which generators it drew from."""
+        changed = snapshot.changed(compared=self._changing is None)
+        self._changing = (self._changing or frozenset()) | changed
+        if self.armed:
+            self._drawn = tuple(snapshot.generators[key][0] for key in snapshot.drawn)
+
+    def reason_to_retry(self, error: BaseException) -> str | None:
+        """Why a step that ended with this error is retried; None if it is not an OOM. RescueError on several ranks."""
+        cause = _out_of_memory_cause(error)
+        if cause is None:
+            return None
+        if isinstance(cause, RetryStep):
+            return str(cause)
+        missing = missing_bytes(cause)
+        self.counts.lack(missing)
+        why = f"{format_bytes(missing)} were missing"
+        if self.ranks > 1:
+            raise RescueError(self._alone(why)) from error
+        return why
+
+    def never_fits(self, why: str) -> RescueError:
+        """The error of a step that was retried in vain."""
         least = f"; at least {format_bytes(self._needed)} are needed, and maybe more further on" if self._needed else ""
-        raise RescueError(
+        return RescueError(
             f"a step was begun {ATTEMPTS} times and did not fit into the device's memory: {why}, with everything"
             f" offloaded that can be{least}; make the batch smaller, or shard the model over more devices"
         )
@@ -200,7 +228,7 @@ class Rescue:
                 self._watch()
             yield
             if not self._agreed:  # no optimizer has stepped
-                self._agree()
+                self.agree()
         finally:
             take_back([self.end_step])
 
@@ -380,7 +408,7 @@ class Rescue:
             self._mode.wrote = True
             return
         if not self._agreed:
-            self._agree()
+            self.agree()
         if self._snapshot is not None:
             self._snapshot.optimizer_begins(optimizer)
         if self.armed or self.watches_optimizer():
@@ -401,7 +429,7 @@ class Rescue:
         if not self.settle():
             raise RescueError(f"{self.pager.stranded(self.model)}, so they cannot be saved now; leave more memory")
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Retry the step if it is spoilt on any rank. All ranks call this at the same point of a step."""
         if self.ranks == 1 or not self.together:
             return
@@ -411,7 +439,8 @@ class Rescue:
         if spoilt.item():
             raise self._request("an operator of a rank ran out of memory and may have written")
 
-    def _prepare_to_retry(self, snapshot: StepSnapshot, why: str) -> None:
+    def restore(self, snapshot: StepSnapshot, why: str) -> None:
+        """Restore what a step began with, and watch every operator from now on. RescueError if that is not possible."""
         if self._foreign:
             raise RescueError(
                 f"{why}, and the step cannot be retried: {self._foreign} has stepped in it, which was not passed to"

@@ -48,6 +48,7 @@ from lowtide.adaptive.ranks import Ranks
 from lowtide.adaptive.record import AdaptRecord, Kind
 from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.settings import AdaptSettings
+from lowtide.adaptive.step_parts import StepParts
 from lowtide.adaptive.user_loop import UserLoop, check_optimizers, unwrapped
 from lowtide.errors import RescueError
 from lowtide.operators.layers import check_module
@@ -151,6 +152,7 @@ class Adaptive:
             self.say("warned", "an earlier adapt() of the same model or optimizer was removed: this one replaces it")
         self._make_rescue()
         self.loop = UserLoop(self)
+        self.parts = StepParts(self)
         _RUNS.add(self)
 
     def _make_rescue(self) -> None:
@@ -215,6 +217,23 @@ class Adaptive:
         self.loop.note_calls(self.loop.called)
         return result
 
+    def part(self, run: Callable[[], Result], *, last: bool = True) -> Result:
+        """Run a part of a step of the user's loop, such as a micro-batch, and return what it returns.
+
+        Forward and backward of it are in ``run``. On OOM, if nothing else helps, it is retried together with the parts
+        of this step that came before; ``last`` says that no other one follows. The step still ends where it would
+        without this. See [Note: parts of a step].
+        """
+        return self.parts.run_part(run, last=last)
+
+    def restart_step(self, restore: Callable[[], None]) -> None:
+        """Begin the running step of the user's loop from its start, without a Policy; ``restore`` what it changed."""
+        self.loop.abort()
+        restore()
+        self.pass_door()
+        self._use(None)
+        self.loop.prepare_again()
+
     def _attempts(self) -> Callable[[], AbstractContextManager[None]]:
         """The context of each attempt at a step. A retry has no Policy: what a layer recomputes cannot be offloaded."""
         attempts = count()
@@ -225,23 +244,24 @@ class Adaptive:
                 self.pass_door()
                 self._use(None)
             with ExitStack() as stack:
-                for record in self._prepared(stack):
+                for record in self.prepare_contexts(stack):
                     stack.enter_context(record())
                 yield
 
         return attempt
 
-    def _prepared(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
-        return self.profiling.prepare(stack) if self.profiled else []
-
     def prepare(self) -> None:
         """Prepare the model for the next step of the user's loop."""
         self.loop.prepare()
 
+    def prepare_contexts(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
+        """The contexts of the next step, or of the retried one: see :meth:`prepare_step`."""
+        return self.profiling.prepare(stack) if self.profiled else []
+
     def prepare_step(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
         """Choose the next step's Policy, or profile it; what is returned makes the contexts to enter when it begins."""
         self._before()
-        return self._prepared(stack)
+        return self.prepare_contexts(stack)
 
     def begin_step(self, running: ExitStack) -> None:
         """A step of the user's loop begins: watch for OOM in it, below the modes that are on already."""

@@ -89,6 +89,10 @@ class UserLoop:
         """Prepare the model for the next step."""
         self._recorders = self.run.prepare_step(self._prepared)
 
+    def prepare_again(self) -> None:
+        """Prepare the model for the step that was aborted, which is retried."""
+        self._recorders = self.run.prepare_contexts(self._prepared)
+
     def end(self) -> None:
         """End the running step; if none runs, the step did not call the model."""
         running, self._running = self._running, None
