@@ -11,11 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._torch_private.autocast import autocast_contexts, autocast_state, is_any_autocast_enabled
 from lowtide._torch_private.backward import at_end_of_backward, current_backward, current_node, set_grad_enabled
+from lowtide._torch_private.checkpointing import (
+    CHECKPOINT_FUNCTION,
+    composable_state,
+    is_checkpoint_wrapper,
+    runs_in_checkpoint,
+)
 from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
 from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, under_compilation
 from lowtide._torch_private.fake import FakeTensorMode
@@ -177,6 +187,31 @@ def test_functional_collectives_are_known_by_their_namespace() -> None:
     assert is_collective(space.all_reduce.default)
     assert not is_collective(space.wait_tensor)
     assert not is_collective(torch.cat)
+
+
+def test_checkpointed_modules_are_known() -> None:
+    plain, composed = nn.Linear(2, 2), nn.Linear(2, 2)
+    around = checkpoint_wrapper(nn.Linear(2, 2))
+    composable_checkpoint(composed)
+    assert [is_checkpoint_wrapper(one) for one in (plain, around, composed)] == [False, True, False]
+    assert callable(getattr(around, CHECKPOINT_FUNCTION))
+    assert composable_state(plain) is None
+    assert composable_state(around) is None
+    assert composable_state(composed).enable_hook is True
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_runs_in_a_checkpoint_is_known(use_reentrant: bool) -> None:
+    found: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        found.append(runs_in_checkpoint())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    run(x)
+    checkpoint(run, x, use_reentrant=use_reentrant)
+    assert found == [False, True]
 
 
 def test_compiled_modules_are_known_and_so_is_code_that_runs_in_them() -> None:

@@ -35,7 +35,7 @@ def adapt(
     rescue: bool = True,
     watch: Literal["suspicion", "always"] = "suspicion",
     swap: bool = True,
-    policy: Policy | None = None,
+    policy: Policy | Plan | str | Path | None = None,
     scaler: GradScaler | None = None,
     layers: str | None = None,
     pipeline: Pipeline | None = None,
@@ -75,11 +75,10 @@ def adapt(
         for batch in batches:
             loss = run.step(lambda: train_step(batch))
     """
-    from torch import nn
-
     from lowtide.adaptive.session import Adaptive
     from lowtide.adaptive.settings import AdaptSettings
     from lowtide.report.adapt import print_report, say
+    from lowtide.runtime.apply import policy_of
 
     settings = AdaptSettings(
         profiling_steps=profiling_steps,
@@ -90,10 +89,10 @@ def adapt(
         verbose=verbose,
     )
     run = Adaptive(
-        [model] if isinstance(model, nn.Module) else model,
+        list(model) if isinstance(model, Sequence) else [model],
         [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer],
         settings,
-        fixed=policy,
+        fixed=None if policy is None else policy_of(policy),
         scaler=scaler,
         layers=layers,
         pipeline=pipeline,

@@ -23,6 +23,9 @@ class Clock:
         self.device = device
         self._on_cpu = device.type == "cpu"
         self._begin: Any = None
+        self._stats: MemoryStats | None = None
+        self._capacity: int | None = None
+        """What was read last; asking takes as long as some operators."""
         self.begun_with = 0
         """The bytes that were allocated when the step began."""
         self.ended_with = _NOTHING
@@ -34,11 +37,13 @@ class Clock:
         """A step begins."""
         if not self._on_cpu:
             torch.accelerator.reset_peak_memory_stats(self.device)
+            self.look_again()
             self.begun_with = self.memory().allocated
         self._begin = moment(self.device)
 
     def end(self, number: int, phase: Phase, rescued: int) -> None:
         """A step has ended on the host."""
+        self.look_again()
         found = self.ended_with = self.memory()
         step = AdaptStep(number, 0.0, found.peak_reserved, phase, rescued, found.peak_allocated)
         self._ended = self._begin, moment(self.device), step
@@ -58,10 +63,22 @@ class Clock:
         if not self._on_cpu:
             torch.accelerator.empty_cache()
 
+    def look_again(self) -> None:
+        """Let memory and capacity be read when they are next asked for: time has passed."""
+        self._stats = self._capacity = None
+
     def memory(self) -> MemoryStats:
-        """What this process has of the device now, with the peaks since the step began."""
-        return _NOTHING if self._on_cpu else memory_stats(self.device)
+        """What this process has of the device, with the peaks since the step began."""
+        if self._on_cpu:
+            return _NOTHING
+        if self._stats is None:
+            self._stats = memory_stats(self.device)
+        return self._stats
 
     def capacity(self) -> int | None:
         """The bytes of the device that this process can have; None on a CPU, whose memory is not planned."""
-        return None if self._on_cpu else available_capacity(self.device)
+        if self._on_cpu:
+            return None
+        if self._capacity is None:
+            self._capacity = available_capacity(self.device, self.memory().reserved)
+        return self._capacity

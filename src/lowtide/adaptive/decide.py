@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.cost.device import Device
@@ -58,7 +59,7 @@ class Decided:
     capacity: int | None = None
     """What the device gave when it was decided."""
 
-    @property
+    @cached_property
     def keeps_everything(self) -> bool:
         """Whether no Policy could be faster."""
         return self.policy is not None and all(one == LayerPolicy() for one in self.policy.layers)

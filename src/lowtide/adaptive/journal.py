@@ -1,9 +1,14 @@
-"""The journal of an adaptive run: printed as it happens, and saved in the run's directory."""
+"""The journal of an adaptive run: printed as it happens, and saved in the run's directory.
+
+Nothing that is printed or saved may end a training run: what fails is logged, and not tried again.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from lowtide.adaptive.decide import Decided
 from lowtide.adaptive.record import RECORD_FILE, AdaptEvent, AdaptRecord, AdaptStep, Kind, save_record
@@ -12,6 +17,9 @@ from lowtide.planner.plan_file import save_plan
 from lowtide.trace.trace import Trace
 
 __all__ = ["Journal"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SAVE_EVERY = 50
 """The record is saved every so many steps."""
@@ -43,7 +51,7 @@ class Journal:
         """Record and print an event in a step, or after it."""
         self.events.append(AdaptEvent(step, kind, text))
         if self.say is not None:
-            self.say(f"step {step}: {text}")
+            self._print(self.say, f"step {step}: {text}")
 
     def ended(self, step: AdaptStep) -> None:
         """Record a step; save the record now and then."""
@@ -53,21 +61,46 @@ class Journal:
 
     def measured(self, trace: Trace) -> None:
         """Save the Trace of measured steps."""
-        if self.directory is not None:
-            trace.save(self.directory / "trace.json")
+        self._write(lambda directory: trace.save(directory / "trace.json"))
 
     def planned(self, decided: Decided, *, shown: bool) -> None:
         """Save a plan, and report it if it is to be ``shown``."""
         self.plan = plan = decided.plan
+        policy = decided.policy
         if self.report is not None and shown:
-            self.report(plan)
-        if self.directory is None or decided.policy is None:
+            self._print(self.report, plan)
+        if policy is None:
             return
-        save_plan(plan, self.directory / "plan.json")
-        (self.directory / "policy.json").write_text(decided.policy.to_json())
-        if plan.yaml and decided.policy == plan.policy:
-            (self.directory / "policy.yaml").write_text(plan.yaml)
+
+        def write(directory: Path) -> None:
+            save_plan(plan, directory / "plan.json")
+            (directory / "policy.json").write_text(policy.to_json())
+            if plan.yaml and policy == plan.policy:
+                (directory / "policy.yaml").write_text(plan.yaml)
+
+        self._write(write)
         self.save()
+
+    def save(self) -> None:
+        """Save the record, if there is a directory."""
+        self._write(lambda directory: save_record(self.record, directory / RECORD_FILE))
+
+    def _print(self, call: Callable[[T], None], what: T) -> None:
+        try:
+            call(what)
+        except Exception:
+            self.say = self.report = None
+            logger.warning("nothing more of the adaptive run is printed", exc_info=True)
+
+    def _write(self, write: Callable[[Path], None]) -> None:
+        if self.directory is None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write(self.directory)
+        except Exception:
+            logger.warning("nothing more of the adaptive run is saved in %s", self.directory, exc_info=True)
+            self.directory = None
 
     @property
     def record(self) -> AdaptRecord:
@@ -79,8 +112,3 @@ class Journal:
             budget=self.plan.budget if self.plan is not None else None,
             capacity=self.capacity(),
         )
-
-    def save(self) -> None:
-        """Save the record, if there is a directory."""
-        if self.directory is not None:
-            save_record(self.record, self.directory / RECORD_FILE)

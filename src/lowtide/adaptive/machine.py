@@ -66,12 +66,12 @@ def host_links(device: torch.device) -> Links:
                 raise
 
 
-def available_capacity(device: torch.device) -> int:
-    """Bytes that this process has reserved of the device, and those that are free."""
+def available_capacity(device: torch.device, reserved: int | None = None) -> int:
+    """Bytes that this process has reserved of the device, ``reserved`` if that is known, and those that are free."""
     if device.type == "cpu":
         return available_host_memory()
     free, total = torch.accelerator.get_memory_info(device)
-    return min(int(total), int(free) + memory_stats(device).reserved)
+    return min(int(total), int(free) + (memory_stats(device).reserved if reserved is None else reserved))
 
 
 def available_host_memory() -> int:

@@ -13,6 +13,7 @@ from lowtide._torch_private.storages import has_storage, storage_bytes, storage_
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.checkpointing import Checkpointing
 from lowtide.operators.layers import find_layers
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.policy import Policy
@@ -29,7 +30,10 @@ class ModelParts:
     def __init__(self, modules: Sequence[nn.Module], layers: str | None, pipeline: Pipeline | None, stage: int) -> None:
         """``layers`` names the module that holds the layers, where the longest run of equal children is not it."""
         self.modules, self.layers = tuple(modules), layers
-        counts = [len(find_layers(part, layers).modules) for part in self.modules]
+        found = [find_layers(part, layers).modules for part in self.modules]
+        counts = [len(one) for one in found]
+        self.first_layer = found[0][0]
+        self._checkpointing = [Checkpointing(part, one) for part, one in zip(self.modules, found, strict=True)]
         self.pipeline = pipeline or even_pipeline(sum(counts))
         self.chunks = self.pipeline.placement[stage]
         """The layers of each part, by their numbers in the whole model."""
@@ -59,6 +63,15 @@ class ModelParts:
     def split(self, policy: Policy) -> list[Policy]:
         """The decisions for the layers of each part."""
         return [replace(policy, layers=tuple(policy.layers[layer] for layer in chunk)) for chunk in self.chunks]
+
+    def disable_checkpointing(self) -> str:
+        """Turn off gradient checkpointing that the layers have on; which modules had it, empty if none."""
+        return ", ".join(filter(None, (one.turn_off() for one in self._checkpointing)))
+
+    def restore_checkpointing(self) -> None:
+        """Turn on again what was turned off."""
+        for one in self._checkpointing:
+            one.restore()
 
     def device(self) -> torch.device:
         """The accelerator that the parts are on, though some of them may be on the CPU; the CPU if all are."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import prod
+from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lowtide._torch_private.checkpointing import runs_in_checkpoint
 from lowtide.adaptive.journal import Journal
 from lowtide.adaptive.lengths import ENOUGH, Lengths, Shape, are_apart, format_shape
 from lowtide.adaptive.model_parts import ModelParts
 from lowtide.adaptive.ranks import Ranks
 from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.operators.kinds import LayerKind
+from lowtide.operators.wrappers import Hook
 from lowtide.runtime.follower import Structure
 
 __all__ = ["Profiling"]
@@ -22,6 +26,10 @@ FRUITLESS = 5
 """Steps in a row that could not be measured before profiling is given up."""
 MOST_TIMED = 6
 """Steps that are timed at most, where batches of different shapes are waited for."""
+_CHECKPOINTED = (
+    "the model's own code runs its layers in torch.utils.checkpoint, which recomputes them whatever is planned: take"
+    " that call out, and lowtide decides what is recomputed"
+)
 ROUNDS = 3
 """How often a run is profiled at most."""
 
@@ -44,6 +52,8 @@ class Profiling:
         """How often profiling was completed."""
         self._more = True
         self._fruitless = self._seen = 0
+        self._checkpointed: bool | None = None
+        """Whether the model's own code checkpoints its layers; None before one has run."""
 
     @property
     def is_wanted(self) -> bool:
@@ -56,7 +66,26 @@ class Profiling:
 
     def prepare(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
         """Prepare the model for a profiled step; what is returned makes the contexts to enter when it begins."""
+        if not self._rounds:
+            stack.enter_context(self._looking_for_checkpoints())
         return [stack.enter_context(one.prepared()) for one in self.profilers]
+
+    @contextmanager
+    def _looking_for_checkpoints(self) -> Iterator[None]:
+        """Say it once if the model's own code runs its layers in ``torch.utils.checkpoint``."""
+
+        def look(layer: nn.Module, args: Any) -> None:
+            if self._checkpointed is None:
+                self._checkpointed = runs_in_checkpoint()
+                if self._checkpointed:
+                    self.journal.note(0, "warned", _CHECKPOINTED)
+
+        first = self.model.first_layer
+        hook = first.register_forward_pre_hook(Hook(look))
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def step_ended(self, number: int, shape: Shape) -> None:
         """A profiled step with batches of this shape has ended: agree with all ranks on the model's Traces, if enough

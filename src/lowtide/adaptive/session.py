@@ -49,8 +49,9 @@ from lowtide.adaptive.record import AdaptRecord, Kind
 from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.adaptive.step_parts import StepParts
-from lowtide.adaptive.user_loop import UserLoop, unwrapped
+from lowtide.adaptive.user_loop import UserLoop, check_optimizers, unwrapped
 from lowtide.errors import RescueError
+from lowtide.operators.layers import check_module
 from lowtide.out_of_memory import is_out_of_memory
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import Plan
@@ -65,6 +66,8 @@ Result = TypeVar("Result")
 UNLIKE, RECENT = 3, 20
 """Steps with batches unlike those that were measured before more are profiled, and among how many they must be: the
 last batch of an epoch is no reason."""
+CHECKPOINTING = 3
+"""Steps before which gradient checkpointing is looked for: frameworks turn it on late."""
 FIRST_PROFILED = 2
 """The first step that is profiled: step 1 makes the optimizer's states, unlike the others."""
 
@@ -91,7 +94,10 @@ class Adaptive:
         say: Callable[[str], None] = logger.info,
         report: Callable[[Plan], None] | None = None,
     ) -> None:
+        for part in parts:
+            check_module(part, "adapt")
         self.optimizers = tuple(map(unwrapped, optimizers))
+        check_optimizers(self.optimizers, parts)
         self.settings = settings or AdaptSettings()
         self.host_is_meant = host_is_meant
         """Whether a model that is on the CPU, though there is a device, is there on purpose."""
@@ -268,6 +274,9 @@ class Adaptive:
     def _before(self) -> None:
         """Choose what the next step is: profiled, under the safe Policy, or planned."""
         self._settle()
+        self.clock.look_again()
+        if self.number < CHECKPOINTING and (found := self.model.disable_checkpointing()):
+            self.say("warned", f"gradient checkpointing was on ({found}): it is off until this run is removed")
         self._at_door, self.shape, self.decided = True, (), None
         profiling, planned_from = self.profiling, self.settings.profiling_steps or 0
         profiled_from = min(FIRST_PROFILED, planned_from or FIRST_PROFILED)
@@ -303,6 +312,7 @@ class Adaptive:
                 self._differing.append(self.shape)
             return
         self._at_door, self.shape = False, shape
+        self.clock.look_again()
         if not self._is_chosen_at_door:
             return
         for one in self._differing:
@@ -492,6 +502,7 @@ class Adaptive:
         self._settle()
         self.journal.save()
         self._use(None)
+        self.model.restore_checkpointing()
         self._compact = False
         self.planning.background.close()
         _RUNS.discard(self)

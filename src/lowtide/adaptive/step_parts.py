@@ -2,9 +2,10 @@
 
 [Note: parts of a step]
 A framework's loop calls one function for each micro-batch, forward and backward, and steps the optimizer elsewhere. The
-whole step is no function that could be called again, but a micro-batch is: it is a part of the step, and is passed
-to :meth:`lowtide.adaptive.session.Adaptive.part`. Where a part fails on OOM and no operator can be retried, what the step began with is restored and all parts so far are retried in order, without a Policy, so that everything
-saved can be offloaded. The loop has seen the results of the earlier parts already, and a retry gives the same.
+whole step is no function that could be called again, but a micro-batch is: it is a part of the step, and is passed to
+:meth:`lowtide.adaptive.session.Adaptive.part`. Where a part fails on OOM and no operator can be retried, what the step
+began with is restored and all parts so far are retried in order, without a Policy, so that everything saved can be
+offloaded. The loop has seen the results of the earlier parts already, and a retry gives the same.
 
 The loop says which part is the last of its step. After that part the ranks agree whether any of them has to retry. What
 follows, up to the end of the optimizer's step, is a part of the loop's step as always, and is not retried.

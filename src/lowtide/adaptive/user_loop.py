@@ -13,13 +13,17 @@ notified from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch_private.backward import in_forward_mode
 from lowtide.operators.calls import tensors_of
@@ -29,12 +33,10 @@ from lowtide.operators.wrappers import Hook, take_back
 if TYPE_CHECKING:
     from lowtide.adaptive.session import Adaptive
 
-__all__ = ["UserLoop", "unwrapped"]
+__all__ = ["UserLoop", "check_optimizers", "unwrapped"]
 
 UNCALLED = 3
 """Steps in a row without a call of the model before a warning."""
-UNENDED = 100
-"""Calls of the model before the end of the first step before a warning."""
 
 
 class _Aborted(Exception):  # noqa: N818  not an error: it closes the contexts of a step
@@ -60,9 +62,11 @@ class UserLoop:
         self._running: ExitStack | None = None
         """These contexts; None while no step runs."""
         self._in_whole_step = False
-        self._calls = self._uncalled = 0
+        self._uncalled = 0
         self._stepped: set[int] = set()
         """The optimizers that have stepped since all of them had."""
+        self._updated = self._said = False
+        """Whether parameters were updated since a step ended, before the first has; and whether that was said."""
         self._hooks: list[Any] = [
             part.register_forward_pre_hook(Hook(self._model_begins), prepend=True, with_kwargs=True)
             for part in run.model.modules
@@ -70,6 +74,7 @@ class UserLoop:
         for optimizer in run.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._optimizer_begins))
             self._hooks.append(optimizer.register_step_post_hook(self._optimizer_ends))
+        self._hooks.append(register_optimizer_step_post_hook(partial(_any_optimizer_ends, ref(self))))
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -91,6 +96,7 @@ class UserLoop:
     def end(self) -> None:
         """End the running step; if none runs, the step did not call the model."""
         running, self._running = self._running, None
+        self._updated = False
         self.note_calls(running is not None)
         if running is None:
             if self.run.ranks.all.alone:
@@ -144,15 +150,26 @@ class UserLoop:
         if self._running is None and not self._in_whole_step:
             self._begin()
         self.run.model_begins(inputs)
-        if self._in_whole_step:
+        if self._updated and not self.run.number and not self._in_whole_step:
+            self._say_unended()
+
+    def _say_unended(self) -> None:
+        """Say that steps do not end, so that nothing is ever measured."""
+        self._updated, self._said = False, True
+        if not self.run.optimizers:
+            remedy = "pass the optimizer, adapt(model, optimizer), and put `with` around the loop"
+        elif self.ended_by_optimizers:
+            remedy = "the optimizers that adapt() was given have not all stepped; pass those of the loop"
+        else:
+            remedy = "put `with run:` around the loop, or give each step to run.step(...)"
+        self.run.say("warned", f"the model is trained and no step of the run ends, so nothing is measured: {remedy}")
+
+    def any_optimizer_ends(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, which may not have been given to the run."""
+        if self.run.number or self._in_whole_step or self._said:
             return
-        self._calls += 1
-        if self._calls == UNENDED and not self.run.number:
-            self.run.say(
-                "warned",
-                f"the model was called {UNENDED} times and no step has ended: pass every optimizer of the loop to"
-                " adapt(), or call run.step() after each step",
-            )
+        own = {id(parameter) for part in self.run.model.modules for parameter in part.parameters()}
+        self._updated |= any(id(one) in own for group in optimizer.param_groups for one in group["params"])
 
     def _begin(self) -> None:
         running = self._running = ExitStack()
@@ -180,10 +197,32 @@ class UserLoop:
                 self.end()
 
 
+def _any_optimizer_ends(loop: ref[UserLoop], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Torch's hook on all optimizers; it must not keep a run alive, and its model, that is never removed."""
+    if (found := loop()) is not None:
+        found.any_optimizer_ends(optimizer)
+
+
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer itself, where a framework has wrapped it in another one, as accelerate and Lightning do."""
+    if isinstance(optimizer, LRScheduler):
+        raise TypeError(f"adapt() takes the optimizer and not its {type(optimizer).__name__}: pass scheduler.optimizer")
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"adapt() takes optimizers of torch.optim, or wrappers of such; found {optimizer!r}")
+        raise TypeError(
+            f"adapt() takes optimizers of torch.optim, or wrappers of such; found {type(optimizer).__name__}"
+        )
     return optimizer
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> None:
+    """ValueError if an optimizer is another model's. Flat copies of parameters, as DeepSpeed makes them, may be any."""
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if given and not any(id(one) in own or not isinstance(one, nn.Parameter) for one in given):
+            raise ValueError(
+                f"none of the {len(given)} parameters of the {type(optimizer).__name__} are the model's: pass the"
+                " model's own optimizer, made after the model was moved, sharded or wrapped"
+            )

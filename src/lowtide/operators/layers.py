@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.errors import ModelError
 
-__all__ = ["Layers", "find_layers"]
+__all__ = ["Layers", "check_module", "find_layers"]
 
 
 class Layers(NamedTuple):
@@ -21,6 +21,15 @@ class Layers(NamedTuple):
     """Each layer's full name: ``model.layers.0``."""
     modules: tuple[nn.Module, ...]
     """The layers themselves."""
+
+
+def check_module(model: object, verb: str) -> None:
+    """ModelError that says what to pass, if ``model`` is no module."""
+    if isinstance(model, nn.Module):
+        return
+    inner = next((name for name in ("model", "module") if isinstance(getattr(model, name, None), nn.Module)), None)
+    instead = f": pass its .{inner}" if inner is not None else ""
+    raise ModelError(f"{verb}() takes a torch.nn.Module; found {type(model).__name__}{instead}")
 
 
 def find_layers(model: nn.Module, path: str | None = None) -> Layers:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowtide.operators.checkpointing import checkpointing_off
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.layers import Layers, find_layers
 from lowtide.operators.observation import Observation
@@ -53,7 +54,7 @@ def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = Non
     >>> len(found.kinds), [operator.name for operator in found.kinds[0].operators]
     (1, ['0', '1'])
     """
-    with surveying(model, layers=layers) as seen:
+    with checkpointing_off(model, find_layers(model, layers).modules), surveying(model, layers=layers) as seen:
         run()
     return seen()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.errors import PolicyError
 from lowtide.policy.decision import Decision, Keep, Recompute, Swap, decision_as_json, decision_from_json
@@ -36,7 +36,7 @@ EVERY = "*"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Operators that match ``pattern`` get ``decision``."""
+    """Operators that match ``pattern``, which may be given as text, get ``decision``."""
 
     pattern: Pattern
     """Which operators."""
@@ -47,6 +47,17 @@ class Rule:
     that matches nothing is no mistake as long as one of its siblings does."""
     operators_only: bool = False
     """Whether a match on a module counts for nothing, as the grammar has it for excludes."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, pattern: Pattern | str, decision: Decision, builtin: bool = False, operators_only: bool = False
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", _pattern(self.pattern))
+        if not isinstance(self.decision, (Keep, Recompute, Swap)):
+            raise PolicyError(f"a decision is Keep(), Recompute() or Swap(...); found {self.decision!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,22 @@ class CollectiveRule:
     """True drops the collective's result and re-issues it; False keeps the result, and wins."""
     builtin: bool = False
     """As in :class:`Rule`."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, pattern: Pattern | str, reissue: bool = True, builtin: bool = False) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", _pattern(self.pattern))
+
+
+def _pattern(given: object) -> Pattern:
+    """A pattern that may be given as text."""
+    if isinstance(given, str):
+        return Pattern(given)
+    if not isinstance(given, Pattern):
+        raise PolicyError(f"a rule's pattern is a Pattern or its text, such as 'mlp.act_fn'; found {given!r}")
+    return given
 
 
 @dataclass(frozen=True, slots=True)

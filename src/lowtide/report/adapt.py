@@ -53,6 +53,13 @@ def print_adaptive(plan: Plan, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
+class _Terminal(Console):
+    """A console whose reader may go away: rich would redirect standard output and end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def print_report(plan: Plan) -> None:
     """Print it for a person who runs a loop of his own: on standard error, which no program reads."""
     print_adaptive(plan, _terminal())
@@ -64,7 +71,7 @@ def say(text: str) -> None:
 
 
 def _terminal() -> Console:
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return _Terminal(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def adaptive_text(plan: Plan, width: int = 110) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
+from lowtide.config.load import load_policy
 from lowtide.errors import PolicyError
+from lowtide.operators.checkpointing import Checkpointing
 from lowtide.operators.kinds import LayerKind
-from lowtide.operators.layers import Layers, find_layers
+from lowtide.operators.layers import Layers, check_module, find_layers
 from lowtide.operators.wrappers import Hook
+from lowtide.planner.plan import Plan
 from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, resolve
 from lowtide.runtime.communication import ReshardAfterForward, warn_of_idle_settings
 from lowtide.runtime.follower import LayerFollower, Shared, Structure
@@ -20,43 +25,63 @@ from lowtide.runtime.receipt import Receipt, write_receipt
 from lowtide.runtime.schedule import Span
 from lowtide.runtime.swap import SwapManager
 
-__all__ = ["Handle", "apply"]
+__all__ = ["Handle", "apply", "policy_of"]
+
+_HANDLES: WeakSet[Handle] = WeakSet()
+"""Those at work. A layer has one: a second one would take the first one's work for the layer's."""
 
 
 def apply(
     model: nn.Module,
-    policy: Policy,
+    policy: Policy | Plan | str | Path,
     *,
     layers: str | None = None,
     limits: Limits | None = None,
     verify: bool = False,
     allow_unmatched: bool = False,
+    disable_checkpointing: bool = False,
     profiles: Mapping[Structure, LayerKind] | None = None,
 ) -> Handle:
     """Make ``model`` keep, recompute or swap each operator's tensors as ``policy`` says.
 
+    ``policy`` may be a Plan, whose Policy is applied, or the name of a file that :func:`lowtide.load_policy` reads.
     Layers with the same modules are profiled once, in the first run of the first of them; that layer keeps everything
     in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` compares every tensor that is unpacked with what was saved, in every step,
     which is slow. ``allow_unmatched`` makes a pattern that matches nothing a line in the receipt and no error: in a
-    pipeline stage, it may match in another. ``profiles`` are those of an earlier Handle of the model: layers in them
-    are not profiled again.
+    pipeline stage, it may match in another. Where layers have gradient checkpointing already, which would recompute
+    them whatever the Policy says, ``disable_checkpointing`` turns it off until the Handle is removed; without it this
+    raises. ``profiles`` are those of an earlier Handle of the model: layers in them are not profiled again.
 
     ``handle = lowtide.apply(model, policy)``; ``handle.receipt()`` says what happened; ``handle.remove()`` restores
     the model, and so does the end of ``with lowtide.apply(model, policy):``. If this raises, the model is
     unchanged.
     """
+    check_module(model, "apply")
     found = find_layers(model, layers)
-    policy = policy.for_layers(len(found.modules))
+    policy = policy_of(policy).for_layers(len(found.modules))
     if len(found.modules) != len(policy.layers):
         raise PolicyError(
             f"the policy decides {len(policy.layers)} layers and {found.path or 'the model'} has {len(found.modules)};"
             " make the policy for this model, or name its layers"
         )
+    taken = [one for one in _HANDLES if not set(one.layers.modules).isdisjoint(found.modules)]
+    if taken:
+        raise PolicyError(
+            f"a Policy is applied to the layers of {found.path or 'the model'} already: call remove() of its Handle, or"
+            " of the run of adapt() that has applied it; adapt() takes your own decisions as adapt(policy=...)"
+        )
     warn_of_idle_settings(policy)
-    handle = Handle(found, policy, limits or Limits(), verify=verify, allow_unmatched=allow_unmatched)
+    checkpointing = Checkpointing(model, found.modules)
+    if not disable_checkpointing and (on := checkpointing.find()):
+        raise PolicyError(
+            f"the model has gradient checkpointing on ({on}), which recomputes whole layers whatever the Policy says;"
+            " turn it off before, as by model.gradient_checkpointing_disable(), or let lowtide do it:"
+            " apply(..., disable_checkpointing=True)"
+        )
+    handle = Handle(found, policy, limits or Limits(), checkpointing, verify=verify, allow_unmatched=allow_unmatched)
     try:
         handle.start(profiles or {})
     except BaseException:
@@ -65,13 +90,34 @@ def apply(
     return handle
 
 
+def policy_of(given: object) -> Policy:
+    """The Policy of what a caller may give for one; PolicyError that says what that is."""
+    if isinstance(given, str | Path):
+        return load_policy(given)
+    if isinstance(given, Plan):
+        return given.policy
+    if not isinstance(given, Policy):
+        raise PolicyError(
+            f"expected a Policy, a Plan or the name of a file that holds one; found {type(given).__name__}"
+        )
+    return given
+
+
 class Handle:
     """A Policy at work on a model."""
 
     def __init__(
-        self, layers: Layers, policy: Policy, limits: Limits, *, verify: bool = False, allow_unmatched: bool = False
+        self,
+        layers: Layers,
+        policy: Policy,
+        limits: Limits,
+        checkpointing: Checkpointing,
+        *,
+        verify: bool = False,
+        allow_unmatched: bool = False,
     ) -> None:
         self.layers, self.policy, self.allow_unmatched = layers, policy, allow_unmatched
+        self.checkpointing = checkpointing
         self.profiles: dict[Structure, LayerKind] = {}
         """What is known of the layers, by the classes of their modules."""
         self.resolution: Resolution | None = None
@@ -86,6 +132,8 @@ class Handle:
 
         The model is not touched before this.
         """
+        _HANDLES.add(self)
+        self.checkpointing.turn_off()
         for follower in self.followers:
             follower.start()
             if self.policy.communication.reshard_after_forward:
@@ -139,6 +187,8 @@ class Handle:
         while self._gathering:
             self._gathering.pop().remove()
         self.manager.close()
+        self.checkpointing.restore()
+        _HANDLES.discard(self)
 
     def _profiled(self, structure: Structure, kind: LayerKind) -> None:
         """Layers of one structure are known: from now on they do what the Policy says."""

@@ -43,9 +43,10 @@ def is_left_alone() -> bool:
     whose = getattr(pack, "__module__", "?")
     if not whose.startswith("torch."):
         whose += f".{getattr(pack, '__qualname__', type(pack).__name__)}"
+    remedy = "; take the checkpoint out of the model's code" if whose == "torch.utils.checkpoint" else ""
     warnings.warn(
         f"lowtide: layers that run inside saved-tensor hooks of {whose} are left to those: nothing in them is"
-        " recomputed or swapped by lowtide",
+        f" recomputed or swapped by lowtide{remedy}",
         UserWarning,
         stacklevel=2,
     )

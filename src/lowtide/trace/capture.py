@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import median
@@ -16,6 +17,7 @@ from lowtide._torch_private.storages import storage_key
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import TraceError
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.checkpointing import checkpointing_off
 from lowtide.operators.layers import find_layers
 from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.survey import survey
@@ -44,7 +46,8 @@ def capture(
 
     With fake parameters nothing is computed and no memory is taken. On a live device each kernel is timed, ``rounds``
     times, and the median counts. Parameters stay as they are; gradients are gone afterwards. Where an ``optimizer`` is
-    given its step is traced too, which needs fake parameters: real ones would change.
+    given its step is traced too, which needs fake parameters: real ones would change. Gradient checkpointing that the
+    model has on is off while it is traced, and a warning says so.
 
     ``trace = capture(model, lambda: model(tokens, labels=tokens).loss)``
     """
@@ -52,7 +55,15 @@ def capture(
     if optimizer is not None and not fake:
         raise TraceError("the optimizer's step would change the parameters: trace it with fake tensors")
     progress("profiling the operators")
-    with _random_restored(), _mode_of(model):
+    off = checkpointing_off(model, find_layers(model, layers).modules)
+    with off as checkpointed, _random_restored(), _mode_of(model):
+        if checkpointed:
+            warnings.warn(
+                f"lowtide: the model has gradient checkpointing on ({checkpointed}); it was traced without, and must be"
+                " turned off before a Policy is applied",
+                UserWarning,
+                stacklevel=2,
+            )
         found = survey(model, run, layers=layers)
         runs = _Runs(model, run, optimizer, layers)
         progress("recording a step")
