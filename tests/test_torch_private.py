@@ -64,10 +64,12 @@ from lowtide._torch_private.storages import (
     storage_users,
     weak_storage,
 )
+from lowtide._torch_private.stores import default_store
 from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper, taken_apart
 from lowtide._torch_private.training.foreach import multiply_all, norms_of
 from lowtide._torch_private.training.resets import reset_pipeline
 from lowtide._torch_private.versions import count_of_writes, version_of, written_arguments
+from ranks import Ranks
 
 
 def test_views_share_a_storage_key_and_copies_do_not() -> None:
@@ -187,6 +189,16 @@ def test_functional_collectives_are_known_by_their_namespace() -> None:
     assert is_collective(space.all_reduce.default)
     assert not is_collective(space.wait_tensor)
     assert not is_collective(torch.cat)
+
+
+def _through_the_store() -> bytes:
+    store = default_store()
+    store.set(f"test/{dist.get_rank()}", str(dist.get_rank()))
+    return bytes(store.get(f"test/{1 - dist.get_rank()}"))
+
+
+def test_ranks_share_the_default_store(ranks: Ranks) -> None:
+    assert ranks.run(_through_the_store) == [b"1", b"0"]
 
 
 def test_checkpointed_modules_are_known() -> None:

@@ -24,7 +24,7 @@ NOT_TORCHS = {"_asdict", "_field_defaults", "_fields", "_replace", "_exit", "_ge
 """Of named tuples, ``os`` and ``sys``."""
 NOT_TORCHS |= {"_bit_generator", "_fingerprint", "_inst", "_rand"}
 """Of ``random``, numpy and datasets."""
-NOT_TORCHS |= {"_results", "_should_accumulate"}
+NOT_TORCHS |= {"_results", "_should_accumulate", "_start_method"}
 """Of Lightning."""
 ALWAYS_TORCHS = {"_base", "_buffers", "_cdata", "_modules", "_parameters", "_schema", "_version"}
 """Also where something of lowtide has the same name."""

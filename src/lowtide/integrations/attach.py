@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lowtide.integrations.attachment import Attachment, Settings
 
 if TYPE_CHECKING:
+    from lowtide.planner.plan import Plan
     from lowtide.policy import Policy
 
 __all__ = ["attach"]
@@ -29,7 +30,7 @@ _TARGETS = {
 def attach(
     target: Any,
     *,
-    policy: Policy | None = None,
+    policy: Policy | Plan | str | Path | None = None,
     budget: int | str = "auto",
     profiling_steps: int | None = None,
     rescue: bool = True,
@@ -44,6 +45,7 @@ def attach(
     ``target`` is a ``Trainer`` of transformers, or one that is derived from it, such as TRL's; a ``Trainer`` or a
     ``Fabric`` of Lightning; an ``Accelerator``; or the engine that ``deepspeed.initialize`` returns. The settings are
     those of :func:`lowtide.adapt`. With ``policy`` that Policy is applied instead, and nothing is measured or planned.
+    Gradient checkpointing that is on already is turned off meanwhile.
 
     ``lowtide.attach(trainer, budget="22GiB")``; ``trainer.train()``
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from lowtide.adaptive.session import Adaptive
+    from lowtide.planner.plan import Plan
     from lowtide.policy import Policy
     from lowtide.runtime.apply import Handle
 
@@ -29,7 +30,7 @@ Result = TypeVar("Result")
 class Settings:
     """What to do: apply a Policy, or adapt."""
 
-    policy: Policy | None = None
+    policy: Policy | Plan | str | Path | None = None
     """The Policy to apply; None: adapt. The others but ``layers`` are those of :func:`lowtide.adapt`."""
     budget: int | str = "auto"
     profiling_steps: int | None = None

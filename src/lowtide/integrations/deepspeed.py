@@ -14,6 +14,7 @@ from lowtide.adaptive.session import Adaptive
 from lowtide.errors import PolicyError
 from lowtide.integrations.attachment import Attachment
 from lowtide.policy import Policy, Recompute
+from lowtide.runtime.apply import policy_of
 
 __all__ = ["adapt_engine", "attach", "is_engine"]
 
@@ -26,7 +27,7 @@ def is_engine(model: Any) -> bool:
 def attach(engine: Any, attachment: Attachment) -> Attachment:
     """Attach to an engine. See :func:`lowtide.attach`."""
     if attachment.settings.policy is not None:
-        _refuse(engine, attachment.settings.policy)
+        _refuse(engine, policy_of(attachment.settings.policy))
         attachment.apply_policy(engine.module)
     else:
         adapt_engine(engine, attachment)
