@@ -18,6 +18,7 @@ NAMES = [
     "ConfigError",
     "Decision",
     "Handle",
+    "InfeasibleError",
     "Keep",
     "LayerPolicy",
     "Limits",
@@ -47,15 +48,20 @@ NAMES = [
 ]
 
 PLANNED = [
+    "--autocast",
     "--budget",
     "--device",
     "--dp",
+    "--dtype",
     "--ep",
     "--host-memory",
+    "--layers",
+    "--lora",
     "--micro-batch-size",
     "--micro-batches",
     "--no-recompute",
     "--no-swap",
+    "--optimizer",
     "--pp",
     "--replicate",
     "--schedule",
@@ -88,6 +94,7 @@ COMMANDS = {
         "--set",
         "FILE",
     ],
+    "devices": ["--json"],
     "explain": [*PLANNED, "--json"],
     "plan": [
         *PLANNED,
