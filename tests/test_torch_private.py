@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import lowtide
@@ -18,7 +20,7 @@ from lowtide._torch_private.autocast import autocast_contexts, autocast_state, i
 from lowtide._torch_private.backward import at_end_of_backward, current_backward, current_node, set_grad_enabled
 from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
 from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, under_compilation
-from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
 from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modes import (
     TorchDispatchMode,
@@ -586,3 +588,17 @@ def test_a_mapping_has_another_version_after_every_change() -> None:
     assert dict_version(vars(counter)) == versions[-1]
     del counter.count
     assert dict_version(vars(counter)) not in versions
+
+
+def test_converting_fake_parameters_keeps_what_is_tied_and_what_has_weak_references() -> None:
+    with FakeTensorMode(), converting_fake_parameters():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        model[2].requires_grad_(False)
+        held = weakref.ref(model[2].weight)  # torch's own conversion refuses to swap such a tensor
+        model.to(torch.bfloat16)
+    assert held() is not model[2].weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model[1].weight is model[0].weight
+    assert [parameter.requires_grad for parameter in model[2].parameters()] == [False, False]
+    assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64

@@ -281,7 +281,7 @@ def _check_model(source: str) -> None:
 def _trace_model(source: str, layout: Layout, training: Training, progress: Progress) -> Trace:
     import torch
 
-    from lowtide._torch_private.fake import FakeTensorMode
+    from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
     from lowtide.operators.adapters import add_lora
     from lowtide.operators.load import does_not_run, load_model, one_sequence_each
     from lowtide.trace.capture import capture
@@ -292,9 +292,10 @@ def _trace_model(source: str, layout: Layout, training: Training, progress: Prog
     dtype = getattr(torch, training.dtype) if training.dtype is not None else None
     computed = getattr(torch, training.autocast) if training.autocast is not None else None
     with FakeTensorMode(allow_non_fake_inputs=True), one_sequence_each():
-        loaded = load_model(source, batch=samples, sequence=sequence, dtype=dtype)
-        if training.lora is not None:
-            loaded = loaded._replace(model=add_lora(loaded.model, training.lora, training.layers))
+        with converting_fake_parameters():
+            loaded = load_model(source, batch=samples, sequence=sequence, dtype=dtype)
+            if training.lora is not None:
+                loaded = loaded._replace(model=add_lora(loaded.model, training.lora, training.layers))
         assumed = list(loaded.notes)
 
         def run() -> Any:

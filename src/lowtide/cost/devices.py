@@ -222,8 +222,8 @@ def device_by_product(product: str) -> Device | None:
     'h100'
     """
     text = product.lower()
-    names = (name for name in DEVICES if name != "cpu")
-    found = next(
-        (name for name in names if re.search(rf"(?<![a-z0-9])(?:ascend)?(?:{_PRODUCTS.get(name, name)})", text)), None
-    )
-    return DEVICES[found] if found is not None else None
+    for name, device in DEVICES.items():
+        written = _PRODUCTS.get(name, rf"{name}(?!\d)")
+        if name != "cpu" and re.search(rf"(?<![a-z0-9])(?:ascend)?(?:{written})", text):
+            return device
+    return None
