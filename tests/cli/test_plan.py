@@ -373,3 +373,14 @@ def test_a_piped_report_is_not_cut_off(trace: Path, budget: int, monkeypatch: py
     out = CliRunner().invoke(app, ["explain", str(trace), "--budget", str(budget)]).stdout
     assert "…" not in out.replace("lowtide plan …", "")
     assert max(map(len, out.splitlines())) > 80
+
+
+def test_a_reader_that_stops_early_costs_no_file_and_shows_no_traceback(trace: Path, tmp_path: Path) -> None:
+    program = "from lowtide.cli.entry import run; run()"
+    arguments = [sys.executable, "-c", program, "plan", str(trace), "-o", str(tmp_path / "policy.json")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # as `head` does when it has enough
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert Policy.load(tmp_path / "policy.json").layers

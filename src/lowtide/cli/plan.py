@@ -47,6 +47,8 @@ def plan(
     """
     files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
     found = plan_inputs(inputs, tuple(files.values()))
+    # Before anything is printed: a reader of the output that stops early, such as `head`, does not cost the files.
+    written = [_write(what, file, found, inputs.source) for what, file in files.items() if file is not None]
     if as_json:
         import json
 
@@ -58,13 +60,15 @@ def plan(
         from lowtide.report.plan import print_plan
 
         print_plan(found.plan, make_console())
-    written = [_write(what, file, found, inputs.source, as_json) for what, file in files.items() if file is not None]
+    for line in filter(None, written):
+        typer.echo(line, err=as_json)
     if not found.plan.feasible or not all(written):
         raise typer.Exit(1)
 
 
-def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) -> bool:
-    """Write one of the files; prints the error if that fails, so that the others are written all the same."""
+def _write(what: str, file: Path, found: Planned, source: str) -> str | None:
+    """Write one of the files and return the line that says so; prints the error if that fails, and returns None, so
+    that the others are written all the same."""
     from lowtide.errors import LowtideError, PlanError
     from lowtide.planner.plan_file import save_plan
     from lowtide.report.page import write_page
@@ -88,9 +92,8 @@ def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) ->
             save_plan(result, file)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)
-        return False
+        return None
     except OSError as error:
         typer.echo(f"error: {file}: {error.strerror}", err=True)
-        return False
-    typer.echo(f"{what}: written to {file}", err=as_json)
-    return True
+        return None
+    return f"{what}: written to {file}"

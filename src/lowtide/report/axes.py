@@ -2,7 +2,7 @@
 
 Figures are plotly's plain JSON, traces and layout, without plotly. Colours are names such as ``@swap``; the page's
 script gives them the values of its style sheet, light or dark. A figure may have ``narrow``: layout, by dotted path,
-that replaces the other on a small screen.
+that replaces the other on a small screen; and ``narrow_data``, what is replaced in the traces there, by their names.
 """
 
 from __future__ import annotations

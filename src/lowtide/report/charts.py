@@ -73,6 +73,8 @@ def curve_figure(plan: Plan) -> Figure:
             "annotations": marks.labels,
         },
         "narrow": {"height": 340, "xaxis.nticks": 4, "yaxis.title.text": ""},
+        # Names would run into each other; the table below has them, and touching a point says its own.
+        "narrow_data": {"options": {"mode": "markers"}},
     }
 
 

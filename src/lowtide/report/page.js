@@ -58,7 +58,9 @@
     const choice = figures[element.dataset.figure];
     const figure = Array.isArray(choice) ? choice[stage ? stage.selectedIndex : Number(element.dataset.stage || 0)] : choice;
     const config = { displayModeBar: false, responsive: true, scrollZoom: false };
-    return Plotly.react(element, coloured(figure.data), layoutOf(figure), config);
+    const replaced = (narrow() && figure.narrow_data) || {};
+    const data = figure.data.map((trace) => ({ ...trace, ...replaced[trace.name] }));
+    return Plotly.react(element, coloured(data), layoutOf(figure), config);
   }
 
   const charts = [...document.querySelectorAll(".chart")];

@@ -156,7 +156,7 @@ def shares_table(plan: Plan) -> str:
     rest = sum(row[3] for row in rows[_LARGEST:])
     if rest:
         body += _share_row("", f"{len(rows) - _LARGEST} smaller", "", rest, rest / largest, stage.peak)
-    head = _head(("what", ""), ("layers", "wide"), ("bytes", "number"), ("of the peak", "number"), ("", ""))
+    head = _head(("what", ""), ("layers", "wide"), ("bytes", "number"), ("of the peak", "number"), ("", "wide"))
     return f'<div class="scroll"><table>{head}{body}</table></div>'
 
 
@@ -166,7 +166,8 @@ def _share_row(what: str, operator: str, layers: str, size: int, length: float, 
     track = f'<span class="track"><i class="{colour}" style="width:{min(length, 1):.1%}"></i></span>'
     return (
         f'<tr><td>{escape(operator)}{kind}</td><td class="wide">{escape(layers)}</td>'
-        f'<td class="number">{format_bytes(size)}</td><td class="number">{size / peak:.1%}</td><td>{track}</td></tr>'
+        f'<td class="number">{format_bytes(size)}</td><td class="number">{size / peak:.1%}</td>'
+        f'<td class="wide">{track}</td></tr>'
     )
 
 
