@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from lowtide._torch_private.stores import default_store
 from lowtide._torch_private.training.meshes import flattened, imagined_process_group
 from lowtide._torch_private.training.resets import reset_pipeline, reset_reducer, reset_sharding, use_group
 
@@ -126,7 +127,14 @@ def test_a_pipelines_step_that_was_broken_off_leaves_no_buffer_and_no_loss_behin
     group = dist.new_group([0])
     use_group(schedule, group)
     assert torch.equal(losses_of(schedule), expected)
-    assert all(stage.group is group for stage in stages)
+    groups = [one for stage in stages for one in vars(stage).values() if isinstance(one, dist.ProcessGroup)]
+    assert groups
+    assert all(one is group for one in groups)
+
+
+def test_the_store_of_the_default_group_is_found(alone: None) -> None:
+    default_store().set("key", "value")
+    assert default_store().get("key") == b"value"
 
 
 def test_ranks_can_be_imagined_and_their_meshes_flattened() -> None:

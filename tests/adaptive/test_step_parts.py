@@ -7,29 +7,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tide.testing import fresh_tide  # noqa: F401
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
 import tide
 from lowtide.errors import RescueError
 from ranks import Ranks
+from step_part_cases import MICRO, WIDTH, Net, spoilt_on_one_rank
 from tide import faults
 
-WIDTH, STEPS, MICRO = 32, 8, 3
+STEPS = 8
 Disturb = Callable[[int, int], None]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(WIDTH)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -136,34 +124,6 @@ def test_a_part_in_which_an_optimizer_has_stepped_is_not_retried() -> None:
     run = lowtide.adapt(model, optimizer, verbose=False)
     with run, pytest.raises(RescueError, match="after the optimizer had begun"):
         run.part(whole)
-
-
-def spoilt_on_one_rank(failing: int) -> tuple[list[Tensor], int]:
-    """An operator of one rank fails after it may have written; both ranks train, in parts of a step."""
-    import torch.distributed as dist
-
-    tide.configure(preset="h100", capacity=1 << 30)
-    torch.manual_seed(0)
-    model = Net().to("tide")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = lowtide.adapt(model, optimizer, watch="always", verbose=False)
-    runs = 0
-    with run:
-        for step in range(3):
-            for number in range(MICRO):
-
-                def micro_batch(step: int = step, number: int = number) -> None:
-                    nonlocal runs
-                    runs += 1
-                    model(torch.ones(4, WIDTH, device="tide") * (number + 1)).backward()
-                    if (step, number, dist.get_rank()) == (1, 1, failing) and runs == MICRO + 2:
-                        assert run.rescue is not None
-                        run.rescue.spoil("aten.add_")
-
-                run.part(micro_batch, last=number == MICRO - 1)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [one.detach().cpu() for one in model.state_dict().values()], runs
 
 
 def test_ranks_retry_their_parts_together(ranks: Ranks) -> None:

@@ -44,9 +44,14 @@ def reset_pipeline(schedule: Any) -> None:
 
 
 def use_group(schedule: Any, group: dist.ProcessGroup) -> None:
-    """Let a pipeline's stages send and receive in another group of the same ranks."""
+    """Let a pipeline's stages send and receive in another group of the same ranks.
+
+    2.14 notes it for each direction when a stage is made, 2.15 for each pair of stages when they first meet.
+    """
     for stage in _stages_of(schedule):
-        stage.group = group
+        for name in ("group", "_downstream_group", "_upstream_group"):
+            if hasattr(stage, name):
+                setattr(stage, name, group)
         if hasattr(stage, "_p2p_edge_groups"):
             stage._p2p_edge_groups.clear()
 
