@@ -17,11 +17,12 @@ _COLUMNS = ("name", "memory", "budget unless given", "bf16 TFLOPS", "memory GB/s
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
     """Print a line for each device."""
+    listed = list(devices)
+    shared = set.intersection(*(set(device.notes) for device in listed)) if listed else set()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("name", "what it is") else "right")
-    for device in devices:
-        # What all of them assume is said once, below.
+    for device in listed:
         table.add_row(
             device.name,
             format_bytes(device.capacity),
@@ -30,7 +31,7 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
             f"{device.memory_bandwidth / 1e9:,.0f}",
             f"{device.link_out / 1e9:,.0f}",
             str(device.devices_per_node),
-            device.notes[-1],
+            "; ".join(note for note in device.notes if note not in shared),
         )
     console.print(table)
     console.print(
