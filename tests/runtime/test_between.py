@@ -300,23 +300,6 @@ def test_what_others_put_around_a_forward_stays(policy: Policy) -> None:
     handle.remove()
 
 
-def test_two_policies_on_the_same_layers_come_and_go_in_any_order() -> None:
-    def steps(model: Model) -> None:
-        for step in range(2):
-            model(batch(step)).sum().backward()
-
-    torch.manual_seed(0)
-    model = Model(Scaled)
-    first, second = apply(model, POLICIES["layers"]), apply(model, Policy((UP,) * LAYERS))
-    steps(model)
-    first.remove()
-    second.receipt()
-    steps(model)
-    assert any(one.recomputes for one in second.receipt().operators)
-    second.remove()
-    assert not any("forward" in vars(one) for one in model.modules())
-
-
 def test_a_refusal_of_torch_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     model = Model(Scaled)
