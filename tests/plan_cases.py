@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.plan import Option, Plan, PlannedOperator
 from lowtide.planner.simulation import Moment, Share, Simulation, Span, StageSimulation
+from lowtide.planner.workload import Workload
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 
 __all__ = ["GIB", "MIB", "llama_plan"]
@@ -89,6 +90,16 @@ def llama_plan(
         ),
         solve_seconds=0.84,
         operators=tuple(_planned(decision) for decision in (decisions if feasible else whole)),
+        workload=Workload(
+            samples=1,
+            tokens=8192,
+            layout={"replicate": 1, "shard": 8, "tensor": 2, "expert": 1, "pipeline": stages},
+            dtype="float32",
+            compute_dtype="bfloat16",
+            optimizer="AdamW",
+            flops=0.4 * 989e12 * mine.seconds,
+            peak_flops=989e12,
+        ),
     )
 
 

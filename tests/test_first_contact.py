@@ -306,6 +306,26 @@ def test_a_rule_takes_its_pattern_as_text_and_names_what_is_no_decision() -> Non
         Rule(number, Recompute())
 
 
+def test_adapt_says_which_stack_of_layers_it_does_not_plan() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Stack(), Stack()).to("tide")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = lowtide.adapt(model, optimizer, layers="1.blocks", verbose=False)
+    x = torch.randn(8, 16, device="tide")
+    for _ in range(6):
+        run.step(trained(model, optimizer, x))
+    run.remove()
+    (warning,) = warnings_of(run)
+    assert warning.startswith("not covered: the 4 layers in 0.blocks (Block) hold ")
+    assert "layers='0.blocks' plans for these instead" in warning
+
+
+def test_a_budget_of_80_is_taken_for_a_slip() -> None:
+    model, optimizer, _ = stack()
+    with pytest.raises(lowtide.UnitError, match=r'for 80 GiB write "80GiB"'):
+        lowtide.adapt(model, optimizer, budget=80)
+
+
 # What is saved and printed.
 
 

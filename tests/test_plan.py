@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lowtide
+from hand_made_traces import llama_trace
 
 
 def build() -> tuple[nn.Module, torch.Tensor]:
@@ -36,3 +41,101 @@ def test_a_model_without_a_run_is_refused_with_what_to_give() -> None:
 def test_the_name_means_the_function_before_and_after_the_package_is_imported() -> None:
     code = "import lowtide; assert callable(lowtide.plan); import lowtide.planner.solve; assert callable(lowtide.plan)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TRACE = llama_trace(2)
+
+
+def test_a_budget_of_80_is_refused_as_80_bytes() -> None:
+    with pytest.raises(lowtide.UnitError, match='for 80 GiB write "80GiB"'):
+        lowtide.plan(TRACE, budget=80, device="h100")
+
+
+def test_a_budget_is_all_but_a_twentieth_of_the_device_unless_given() -> None:
+    assert lowtide.plan(TRACE, device="h100").budget == (80 << 30) - (80 << 30) // 20
+    assert lowtide.plan(TRACE, device="h100", budget="14G").budget == 14 << 30
+
+
+def test_nothing_fits_raises_with_the_plan_unless_asked_not_to() -> None:
+    with pytest.raises(lowtide.InfeasibleError, match="nothing fits 2 MiB: the least that works is") as raised:
+        lowtide.plan(TRACE, device="h100", budget="2MiB")
+    assert isinstance(raised.value, lowtide.PlanError)
+    assert not raised.value.plan.feasible
+    plan = lowtide.plan(TRACE, device="h100", budget="2MiB", must_fit=False)
+    assert plan.policy == raised.value.plan.policy
+    assert lowtide.plan(TRACE, device="h100", budget=plan.least).feasible
+
+
+def test_torchs_device_is_looked_up_or_named() -> None:
+    assert lowtide.plan(TRACE, device=torch.device("cpu")).device == "cpu"
+    for device in ("cuda", "cuda:0", torch.device("cuda")):
+        if torch.cuda.is_available():
+            continue
+        with pytest.raises(lowtide.PlanError, match="means the one of this machine, which has none: give one of a100"):
+            lowtide.plan(TRACE, device=device)
+    with pytest.raises(lowtide.PlanError, match=r"a device is a name .* found 3"):
+        lowtide.plan(TRACE, device=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda loss: loss,
+        lambda loss: SimpleNamespace(loss=loss, logits=None),
+        lambda loss: {"loss": loss},
+        lambda loss: (loss, "more"),
+        lambda loss: loss.reshape(1),
+    ],
+)
+def test_what_has_the_loss_is_understood(wrapped: Callable[[Any], Any]) -> None:
+    model, batch = build()
+    plan = lowtide.plan(model, lambda: wrapped(model(batch).sum()), budget="4GiB", device="a100")
+    assert plan.feasible
+    assert (plan.workload.samples, plan.workload.sequence) == (16, 64)
+    assert plan.tokens_per_second == pytest.approx(16 * 64 / plan.simulation.seconds)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "words"),
+    [
+        (lambda output: output, r"a tensor of shape \(16, 64, 64\)"),
+        (lambda output: output.sum().detach(), r"a tensor of shape \(\) that requires no gradient"),
+        (lambda output: SimpleNamespace(loss=None), "a SimpleNamespace without a loss"),
+        (lambda output: (output, 1), r"a tuple that begins with a tensor of shape"),
+        (lambda output: None, "nothing: it has no return"),
+    ],
+)
+def test_what_is_no_loss_is_named(wrapped: Callable[[Any], Any], words: str) -> None:
+    model, batch = build()
+    with pytest.raises(lowtide.TraceError, match=rf"run\(\) returned {words}.*; expected the loss"):
+        lowtide.plan(model, lambda: wrapped(model(batch)), budget="4GiB", device="a100")
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", 3])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(lowtide.PlanError, match=f"a {type(model).__name__} cannot be planned for"):
+        lowtide.plan(model, lambda: None, device="h100")
+
+
+def test_a_stack_that_is_not_covered_is_a_warning_and_a_note_and_layers_chooses() -> None:
+    model = nn.Transformer(32, 2, 2, 3, 64, batch_first=True)
+    batch = torch.randn(2, 16, 32)
+
+    def run() -> torch.Tensor:
+        loss: torch.Tensor = model(batch, batch).sum()
+        return loss
+
+    with pytest.warns(UserWarning, match=r"the 2 layers in encoder\.layers .* hold .* layers='encoder\.layers'"):
+        plan = lowtide.plan(model, run, device="h100")
+    assert len(plan.policy.layers) == 3
+    assert any(note.startswith("not covered: the 2 layers in encoder.layers") for note in plan.notes)
+    with pytest.warns(UserWarning, match=r"the 3 layers in decoder\.layers"):
+        other = lowtide.plan(model, run, device="h100", layers="encoder.layers")
+    assert len(other.policy.layers) == 2
+
+
+def test_a_model_of_one_stack_warns_of_nothing() -> None:
+    model, batch = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowtide.plan(model, lambda: model(batch).sum(), device="h100")

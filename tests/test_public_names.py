@@ -18,6 +18,7 @@ NAMES = [
     "ConfigError",
     "Decision",
     "Handle",
+    "InfeasibleError",
     "Keep",
     "LayerPolicy",
     "Limits",
@@ -48,15 +49,20 @@ NAMES = [
 ]
 
 PLANNED = [
+    "--autocast",
     "--budget",
     "--device",
     "--dp",
+    "--dtype",
     "--ep",
     "--host-memory",
+    "--layers",
+    "--lora",
     "--micro-batch-size",
     "--micro-batches",
     "--no-recompute",
     "--no-swap",
+    "--optimizer",
     "--pp",
     "--replicate",
     "--schedule",
@@ -89,6 +95,7 @@ COMMANDS = {
         "--set",
         "FILE",
     ],
+    "devices": ["--json"],
     "explain": [*PLANNED, "--json"],
     "plan": [
         *PLANNED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,7 @@ from lowtide._torch_private.checkpointing import (
 )
 from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
 from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, under_compilation
-from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
 from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modes import (
     TorchDispatchMode,
@@ -64,12 +65,10 @@ from lowtide._torch_private.storages import (
     storage_users,
     weak_storage,
 )
-from lowtide._torch_private.stores import default_store
 from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper, taken_apart
 from lowtide._torch_private.training.foreach import multiply_all, norms_of
 from lowtide._torch_private.training.resets import reset_pipeline
 from lowtide._torch_private.versions import count_of_writes, version_of, written_arguments
-from ranks import Ranks
 
 
 def test_views_share_a_storage_key_and_copies_do_not() -> None:
@@ -189,16 +188,6 @@ def test_functional_collectives_are_known_by_their_namespace() -> None:
     assert is_collective(space.all_reduce.default)
     assert not is_collective(space.wait_tensor)
     assert not is_collective(torch.cat)
-
-
-def _through_the_store() -> bytes:
-    store = default_store()
-    store.set(f"test/{dist.get_rank()}", str(dist.get_rank()))
-    return bytes(store.get(f"test/{1 - dist.get_rank()}"))
-
-
-def test_ranks_share_the_default_store(ranks: Ranks) -> None:
-    assert ranks.run(_through_the_store) == [b"1", b"0"]
 
 
 def test_checkpointed_modules_are_known() -> None:
@@ -633,3 +622,17 @@ def test_a_mapping_has_another_version_after_every_change() -> None:
     assert dict_version(vars(counter)) == versions[-1]
     del counter.count
     assert dict_version(vars(counter)) not in versions
+
+
+def test_converting_fake_parameters_keeps_what_is_tied_and_what_has_weak_references() -> None:
+    with FakeTensorMode(), converting_fake_parameters():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        model[2].requires_grad_(False)
+        held = weakref.ref(model[2].weight)  # torch's own conversion refuses to swap such a tensor
+        model.to(torch.bfloat16)
+    assert held() is not model[2].weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model[1].weight is model[0].weight
+    assert [parameter.requires_grad for parameter in model[2].parameters()] == [False, False]
+    assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64

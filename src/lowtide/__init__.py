@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowtide.config.load import load_policy
     from lowtide.errors import (
         ConfigError,
+        InfeasibleError,
         LowtideError,
         ModelError,
         PatternError,
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "Decision",
     "Handle",
+    "InfeasibleError",
     "Keep",
     "LayerPolicy",
     "Limits",

@@ -5,14 +5,16 @@ Imports are inside the functions: a plan of a Trace needs no torch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.errors import PlanError
-from lowtide.units import parse_bytes
+from lowtide.errors import InfeasibleError, PlanError
+from lowtide.units import parse_budget, parse_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from lowtide.planner.pipeline import Pipeline
     from lowtide.planner.plan import Plan
     from lowtide.policy import Policy
+    from lowtide.trace.trace import Trace
 
 __all__ = ["adapt", "plan"]
 
@@ -82,7 +85,7 @@ def adapt(
 
     settings = AdaptSettings(
         profiling_steps=profiling_steps,
-        budget=None if budget == "auto" else parse_bytes(budget),
+        budget=None if budget == "auto" else parse_budget(budget),
         rescue=rescue,
         watch=watch,
         swap=swap,
@@ -110,41 +113,95 @@ def adapt(
 
 
 def plan(
-    model: Any,
+    model: nn.Module | Trace,
     run: Callable[[], Any] | None = None,
     *,
-    budget: int | str,
-    device: Device | str,
+    budget: int | str = "auto",
+    device: Device | torch.device | str,
     pipeline: Pipeline | None = None,
+    layers: str | None = None,
     swap: bool = True,
     recompute: bool = True,
-    host_memory: int | None = None,
+    host_memory: int | str | None = None,
     fixed: Policy | None = None,
+    must_fit: bool = True,
 ) -> Plan:
     """The fastest Policy of ``model`` whose memory fits ``budget`` on ``device``.
 
-    ``model`` is a Trace, or a ``torch.nn.Module`` with ``run``, which does one forward and returns the loss; the model
-    is then run four times: with fake parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file
-    of a calibrated one, or a Device. Nothing is applied:
+    ``model`` is a Trace, or a ``torch.nn.Module`` with ``run``, which does one forward and returns the loss, or what
+    has the loss: an object with ``.loss``, a tuple that begins with it. The model is then run four times: with fake
+    parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file of a calibrated one, a Device, or
+    torch's name for the one of this machine, such as ``"cuda"``. ``budget`` is a size such as ``"60GiB"``; ``"auto"``
+    is all but a twentieth of the device's memory. ``layers`` names the module that holds the layers, where a model has
+    several stacks: one is planned, and a warning says which are not.
 
-    ``plan = lowtide.plan(model, lambda: model(tokens, labels=tokens).loss, budget="60GiB", device="h100")``;
+    If nothing fits, InfeasibleError is raised, with the plan that needs least as its ``plan``; with ``must_fit=False``
+    that plan is returned, and its ``feasible`` is False. Nothing is applied:
+
+    ``plan = lowtide.plan(model, lambda: model(tokens, labels=tokens), budget="60GiB", device="h100")``;
     ``lowtide.apply(model, plan.policy)``
     """
     from lowtide.planner.make import make_plan
+
+    target = _device(device)
+    made = make_plan(
+        _trace(model, run, layers),
+        target.budget if budget == "auto" else parse_budget(budget),
+        target,
+        pipeline,
+        swap=swap,
+        recompute=recompute,
+        host_memory=None if host_memory is None else parse_bytes(host_memory),
+        fixed=fixed,
+    )
+    if must_fit and not made.feasible:
+        raise InfeasibleError(
+            f"{made.notes[0]}. The plan that needs least is this error's `plan`; must_fit=False returns it", made
+        )
+    return made
+
+
+def _device(device: Device | torch.device | str) -> Device:
+    from lowtide.cost.device import Device
+    from lowtide.cost.devices import find_device, is_torch_device
+
+    if isinstance(device, Device):
+        return device
+    if isinstance(device, (str, Path)) and not is_torch_device(str(device)):
+        return find_device(device)
+    from torch import device as torch_device
+
+    from lowtide.cost.present import present_device
+
+    if not isinstance(device, (str, torch_device)):
+        raise PlanError(f'a device is a name such as "h100", a file, a Device or a torch.device; found {device!r:.60}')
+    return present_device(device)
+
+
+def _trace(model: nn.Module | Trace, run: Callable[[], Any] | None, layers: str | None) -> Trace:
     from lowtide.trace.trace import Trace
 
     if isinstance(model, Trace):
-        trace = model
-    elif run is None:
+        if run is not None or layers is not None:
+            raise PlanError("a Trace is planned for as it is: leave run= and layers= out, or give the model")
+        return model
+    from torch import nn
+
+    from lowtide.trace.capture import capture
+    from lowtide.trace.stacks import is_uncovered
+
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"a {type(model).__name__} cannot be planned for: give a torch.nn.Module with run=, or a Trace, such as"
+            " Trace.load(file); `lowtide plan` takes names and files"
+        )
+    if not callable(run):
         raise PlanError(
             f"a {type(model).__name__} is planned for by running it: give run=, a function that does one forward and"
-            " returns the loss, or give a Trace"
+            f" returns the loss, or give a Trace; found run={run!r:.60}"
         )
-    else:
-        from lowtide.trace.capture import capture
-
-        # Its seconds are those of the device that it ran on; the planned device's come from its table.
-        trace = capture(model, run, rounds=0).without_seconds()
-    return make_plan(
-        trace, budget, device, pipeline, swap=swap, recompute=recompute, host_memory=host_memory, fixed=fixed
-    )
+    # Its seconds are those of the device that it ran on; the planned device's come from its table.
+    trace = capture(model, run, layers=layers, rounds=0).without_seconds()
+    for note in filter(is_uncovered, trace.notes):
+        warnings.warn(note, stacklevel=3)
+    return trace

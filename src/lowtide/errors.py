@@ -9,6 +9,7 @@
     ├── LaunchError             the processes of a run cannot be started, or do not find each other
     ├── ModelError              a model cannot be understood: no layers, or no such module
     ├── PlanError               no plan can be made: the budget, the device or the layout is not possible
+    │   └── InfeasibleError     nothing fits the budget; the plan that needs least is its `plan`
     ├── PolicyError             a Policy cannot be read, or does not fit its model
     │   ├── PatternError        a pattern is not written as the pattern language asks
     │   └── UnmatchedError      a pattern matches nothing in the model
@@ -27,10 +28,13 @@ Every message says what was found, where, what was expected and what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "InfeasibleError",
     "LaunchError",
     "LowtideError",
     "ModelError",
@@ -76,6 +80,14 @@ class ModelError(LowtideError):
 
 class PlanError(LowtideError):
     """No plan can be made: the budget, the device or the layout is not possible."""
+
+
+class InfeasibleError(PlanError):
+    """Nothing fits the budget. ``plan`` is the :class:`~lowtide.Plan` that needs least: what it needs, and why."""
+
+    def __init__(self, message: str, plan: Any) -> None:
+        super().__init__(message)
+        self.plan = plan
 
 
 class PolicyError(LowtideError):

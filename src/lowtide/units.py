@@ -6,7 +6,7 @@ import re
 
 from lowtide.errors import UnitError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
+__all__ = ["format_bytes", "format_seconds", "parse_budget", "parse_bytes", "parse_seconds"]
 
 _BYTES = {
     "": 1,
@@ -15,10 +15,7 @@ _BYTES = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    **{f"{letter}{ending}": 1 << (10 * power) for power, letter in enumerate("KMGT", 1) for ending in ("", "I", "IB")},
 }
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-zµ]*)\s*", re.ASCII)
@@ -27,7 +24,8 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-zµ]*)\s*", re.ASCII)
 def parse_bytes(text: str | int) -> int:
     """Return the number of bytes that ``text`` names.
 
-    ``KB``, ``MB`` and ``GB`` are powers of ten; ``KiB``, ``MiB`` and ``GiB`` are powers of two.
+    ``KB``, ``MB`` and ``GB`` are powers of ten; ``KiB``, ``MiB`` and ``GiB`` are powers of two, and so are ``K``, ``M``
+    and ``G`` alone, as Docker, Slurm and the JVM read them.
 
     >>> parse_bytes("24GiB")
     25769803776
@@ -36,11 +34,29 @@ def parse_bytes(text: str | int) -> int:
         if text < 0:
             raise UnitError(f"a size cannot be negative: {text}")
         return text
-    number, unit = _split(text, 'a size such as "24GiB" or "58GB"')
+    number, unit = _split(text, 'a size such as "24GiB" or "58GB", or a whole number of bytes')
     scale = _BYTES.get(unit.upper())
     if scale is None:
         raise UnitError(f"unknown unit {unit!r} in {text!r}; expected one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB")
     return round(number * scale)
+
+
+_LEAST_BUDGET = 2**20
+
+
+def parse_budget(text: str | int) -> int:
+    """As :func:`parse_bytes`, for the memory of a device: a bare number below a mebibyte is refused.
+
+    Who writes 80 means 80 GiB, and 80 bytes would be reported as a budget that nothing fits.
+
+    >>> parse_budget("60GiB")
+    64424509440
+    """
+    size = parse_bytes(text)
+    bare = isinstance(text, int) or not text.strip().rstrip(".").lstrip("0123456789.")
+    if bare and 0 < size < _LEAST_BUDGET:
+        raise UnitError(f'a budget of {text} is {size} bytes; for {size} GiB write "{size}GiB"')
+    return size
 
 
 def parse_seconds(text: str | float) -> float:

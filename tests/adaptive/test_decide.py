@@ -43,6 +43,13 @@ def test_what_fits_the_capacity_less_its_margin_is_planned() -> None:
     assert found.budget <= PLENTY - (1 << 20)
 
 
+def test_a_device_that_does_not_say_what_it_has_is_planned_for_without_a_budget() -> None:
+    found = decided(None)
+    assert not found.plan.bounded
+    assert "planned without a budget" in found.reason
+    assert "TiB" not in found.reason
+
+
 def test_a_device_size_that_nothing_fits_is_no_capacity() -> None:
     found = decided(PLENTY, budget=LEAST // 2)
     assert found.policy is not None

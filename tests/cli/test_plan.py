@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from hand_made_traces import llama_trace
+from lowtide.cli.console import make_console
 from lowtide.cli.main import app
+from lowtide.cli.traced import Layout, trace_of
+from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.plan_file import load_plan, plan_from_json, save_plan
 from lowtide.policy import Policy
 from plan_cases import llama_plan
@@ -163,12 +170,12 @@ def test_a_report_of_nothing_is_a_usage_error() -> None:
     assert run("report")[0] == 2
 
 
-def test_a_directory_that_is_not_there_is_said(trace: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_found_before_anything_is_planned(trace: Path, tmp_path: Path) -> None:
     options = ("-o", tmp_path / "none" / "policy.json", "--save", tmp_path / "plan.json")
-    code, _, err = run("plan", trace, "--budget", "80GiB", *options)
-    assert code == 1
-    assert "No such file" in err
-    assert load_plan(tmp_path / "plan.json").feasible  # what can be written is
+    code, out, err = run("plan", trace, "--budget", "80GiB", *options)
+    assert (code, out) == (1, "")
+    assert f"there is no directory {tmp_path / 'none'}" in err
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "report"])
@@ -176,3 +183,204 @@ def test_help_has_an_example(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"Example: lowtide {command}" in out
+
+
+REFUSED = (
+    ("llama3-8b --budget 80", 'for 80 GiB write "80GiB"'),
+    ("llama9-8b", "did you mean llama3-8b"),
+    ("llama3-8b --device h1000", "did you mean h100"),
+    ("llama3-8b --tp 3", "has 32 attention heads and 8 key-value heads, which tensor parallel splits evenly"),
+    ("llama3-8b --tp 16", "possible are 1, 2, 4, 8"),
+    ("llama3-8b --tp 8 --seq 4097", "samples of 4097 tokens"),
+    ("llama3-8b --dp 8 --ep 8", "llama3-8b is dense"),
+    ("mixtral-8x7b --dp 4 --ep 8", "of which there are 4 (--dp); possible are 1, 2, 4"),
+    ("mixtral-8x7b --dp 16 --ep 16", "has 8 experts a layer"),
+    ("llama3-8b --pp 64", "32 layers cannot be spread over 64 stages"),
+    ("llama3-8b --pp 2 --vpp 2 --schedule 1f1b", "1f1b has one chunk a stage"),
+    ("llama3-8b --lora 8", "--lora is for models of transformers and functions"),
+    ("no_such_module:build", "there is no module 'no_such_module'"),
+    ("missing.py:build", "there is no file missing.py"),
+    ("missing.json", "there is no file missing.json"),
+    ("missing.yaml", "missing.yaml"),
+    (".", "has no config.json"),
+    ("llama3-8b -o nowhere/policy.json", "there is no directory nowhere"),
+)
+
+
+def test_bad_arguments_are_one_line_before_torch_is_imported(tmp_path: Path) -> None:
+    program = f"""
+import json, sys
+from typer.testing import CliRunner
+from lowtide.cli.main import app
+
+for arguments in {[arguments for arguments, _ in REFUSED]!r}:
+    result = CliRunner().invoke(app, ["plan", *arguments.split()])
+    print(json.dumps([arguments, result.exit_code, result.stdout, result.stderr, "torch" in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(REFUSED)
+    for (arguments, words), (_, code, out, err, torch_is_there) in zip(REFUSED, found, strict=True):
+        assert (code, out, torch_is_there) == (1, "", False), arguments
+        assert words in err, arguments
+        assert arguments == "missing.yaml" or err.count("\n") == 1, arguments
+
+
+TOY = """
+import torch
+from beside_it import WIDTH
+
+class Toy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, WIDTH)
+        self.first = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(WIDTH, 2, 64) for _ in range(3))
+        self.second = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(WIDTH, 2, 64) for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, 100)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for layer in (*self.first, *self.second):
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+def build():
+    return Toy()
+
+def with_loss():
+    model, tokens = Toy(), torch.zeros(3, 8, dtype=torch.long)
+    return model, lambda: model(tokens).square().mean()
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy_of_test.py").write_text(TOY.replace("beside_it", "width_of_test"))
+    (tmp_path / "width_of_test.py").write_text("WIDTH = 32\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("toy_of_test", "width_of_test"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def planned(*arguments: str | int | Path) -> dict[str, Any]:
+    code, out, err = run("plan", *map(str, arguments), "--json")
+    assert code == 0, err
+    value: dict[str, Any] = json.loads(out)
+    return value
+
+
+def test_a_function_in_the_working_directory_is_planned_with_its_loss_counted(toy: None) -> None:
+    plan = planned("toy_of_test:build", "--seq", 64, "--micro-batch-size", 2)
+    work, notes = plan["workload"], " ".join(plan["notes"])
+    assert (work["samples"], work["sequence"], work["devices"]) == (2, 64, 1)
+    assert (work["dtype"], work["compute_dtype"], work["optimizer"]) == ("float32", "float32", "AdamW")
+    assert "the cross-entropy of the logits" in notes
+    assert "not covered: the 2 layers in second" in notes
+    assert plan["pipeline"]["placement"] == [[[0, 1, 2]]]
+
+
+def test_a_function_that_brings_its_own_loss_is_planned_with_it(toy: None) -> None:
+    plan = planned("toy_of_test.py:with_loss")
+    assert (plan["workload"]["samples"], plan["workload"]["sequence"]) == (3, 8)
+    assert "the loss is taken to be" not in " ".join(plan["notes"])
+
+
+def test_dtype_autocast_optimizer_and_layers_reach_the_trace(toy: None, tmp_path: Path) -> None:
+    options = ("--dtype", "bf16", "--optimizer", "sgd", "--layers", "second", "--seq", 16)
+    plan = planned("toy_of_test:build", *options)
+    work = plan["workload"]
+    assert (work["dtype"], work["compute_dtype"], work["optimizer"]) == ("bfloat16", "bfloat16", "SGD")
+    assert plan["pipeline"]["placement"] == [[[0, 1]]]
+    mixed = planned("toy_of_test:build", "--autocast", "bf16", "--optimizer", "none", "--seq", 16)["workload"]
+    assert (mixed["dtype"], mixed["compute_dtype"], mixed["optimizer"]) == ("float32", "bfloat16", "")
+
+
+def test_lora_is_planned_with_fake_tensors(toy: None, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "lora_of_test.py").write_text(
+        "import toy_of_test\nfrom peft import LoraConfig, get_peft_model\n\n"
+        "def build():\n"
+        "    return get_peft_model(toy_of_test.Toy(), LoraConfig(r=4, target_modules=['linear1', 'linear2']))\n"
+    )
+    full = planned("toy_of_test:build", "--seq", 64)
+    for arguments in (("toy_of_test:build", "--lora", 4), ("lora_of_test:build",)):
+        adapted = planned(*arguments, "--seq", 64)
+        static, all_of_it = (one["simulation"]["stages"][0]["static"] for one in (adapted, full))
+        assert static < all_of_it / 2  # nearly no gradients, nearly no states
+        assert adapted["mfu"] is not None
+
+
+def test_a_config_without_a_dtype_says_what_is_assumed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "vocab_size": 100,
+            }
+        )
+    )
+    plan = planned(str(tmp_path), "--seq", 16)
+    assert "config.json has no dtype: float32 is assumed" in " ".join(plan["notes"])
+    plan = planned(str(tmp_path), "--seq", 16, "--dtype", "bf16")
+    assert plan["workload"]["dtype"] == "bfloat16"
+    assert "no dtype" not in " ".join(plan["notes"])
+
+
+def test_a_trace_remembers_its_layout(tmp_path: Path) -> None:
+    file, again = tmp_path / "trace.json", tmp_path / "again.json"
+    layout = {"replicate": 1, "shard": 8, "tensor": 1, "expert": 1}
+    batch = {"samples": 1, "tokens": 4096}
+    replace(llama_trace(layers=4), layout=layout, batch=batch).save(file)
+    planned(file, "--pp", 2, "--micro-batches", 4, "--trace-out", again)
+    remembered = planned(again)
+    assert remembered["pipeline"] == even_pipeline(4, 2, micro_batches=4).as_json()
+    assert remembered["workload"]["devices"] == 16
+    assert planned(again, "--dp", 8, "--pp", 4)["workload"]["devices"] == 32
+    code, _, err = run("plan", again, "--dp", 4)
+    assert code == 1
+    assert "was traced with --dp 8; found --dp 4" in err
+
+
+def test_a_sample_longer_than_a_shapes_positions_is_planned_and_noted() -> None:
+    trace = trace_of("llama3-8b", Layout(sequence=8200)).trace
+    assert trace.batch["tokens"] == 8200
+    assert "has positions for 8192 tokens; it is planned as if it had them for 8200" in trace.notes[0]
+
+
+def test_devices_are_listed() -> None:
+    code, out, _ = run("devices", width=200)
+    assert code == 0
+    assert all(name in out for name in ("h100", "76 GiB", "mi300x", "910b"))
+    known = json.loads(run("devices", "--json")[1])
+    assert known["h100"]["capacity"] == 80 << 30
+    assert known["h100"]["budget"] == 76 << 30
+
+
+def test_the_budget_is_the_devices_unless_given(trace: Path) -> None:
+    assert planned(trace)["budget"] == 76 << 30
+    assert planned(trace, "--device", "910b")["budget"] == (64 << 30) - (64 << 30) // 20
+
+
+def test_a_piped_report_is_not_cut_off(trace: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert make_console().width == 160
+    out = CliRunner().invoke(app, ["explain", str(trace), "--budget", str(budget)]).stdout
+    assert "…" not in out.replace("lowtide plan …", "")
+    assert max(map(len, out.splitlines())) > 80
+
+
+def test_a_reader_that_stops_early_costs_no_file_and_shows_no_traceback(trace: Path, tmp_path: Path) -> None:
+    program = "from lowtide.cli.entry import run; run()"
+    arguments = [sys.executable, "-c", program, "plan", str(trace), "-o", str(tmp_path / "policy.json")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # as `head` does when it has enough
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert Policy.load(tmp_path / "policy.json").layers

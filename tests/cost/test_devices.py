@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cost.device import Device
-from lowtide.cost.devices import DEVICES, EFFICIENCY, find_device
+from lowtide.cost.devices import DEVICES, EFFICIENCY, device_by_product, find_device
 from lowtide.errors import PlanError
 
 
@@ -41,3 +41,25 @@ def test_an_unknown_device_names_the_nearest_and_all_others() -> None:
 def test_a_device_file_that_is_missing_says_so() -> None:
     with pytest.raises(PlanError, match=r"nowhere\.json: No such file"):
         find_device("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Ascend910B2", "910b"),
+        ("NVIDIA L40S", None),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_a_device_is_known_by_what_its_driver_calls_it(product: str, name: str | None) -> None:
+    found = device_by_product(product)
+    assert (found.name if found is not None else None) == name
+
+
+def test_a_backend_is_no_device_of_the_table() -> None:
+    with pytest.raises(PlanError, match="'cuda' says which backend, not which device: give one of a100, h100"):
+        find_device("cuda")

@@ -31,7 +31,7 @@ SHAPE = DecoderShape(
 
 @cache
 def traced_llama() -> Trace:
-    return trace_rank(TracedRank(shape=SHAPE, samples=4, sequence=1024), optimizer=False)
+    return trace_rank(TracedRank(shape=SHAPE, samples=4, sequence=1024, optimizer="none"))
 
 
 @cache

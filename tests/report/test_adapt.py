@@ -126,12 +126,12 @@ def test_phases_rescues_and_plans_are_marked_in_the_pictures() -> None:
 
 
 def test_a_budget_far_above_everything_is_said_and_not_drawn() -> None:
-    figure = adaptive_figures(replace(record_of(10, 50), capacity=1 << 40, budget=1 << 39))["adapt_memory"]["layout"]
+    record = replace(record_of(10, 50), capacity=1 << 40, budget=1 << 39)
+    figure = adaptive_figures(record)["adapt_memory"]["layout"]
     assert [shape for shape in figure["shapes"] if shape["yref"] == "y"] == []
-    assert [note["text"] for note in figure["annotations"] if note["xref"] == "paper"] == [
-        "capacity 1 TiB is far above",
-        "budget 512 GiB is far above",
-    ]
+    assert [note["text"] for note in figure["annotations"] if note["xref"] == "paper"] == []
+    assert adaptive_sentence(record).endswith(" The capacity of 1 TiB and the budget of 512 GiB are far above.")
+    assert "far above" not in adaptive_sentence(record_of(10, 50))
 
 
 def test_steps_without_a_measured_memory_have_no_picture_of_it() -> None:

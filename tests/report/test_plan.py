@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
-from lowtide.planner.plan import Option, Plan
+from lowtide.planner.plan import UNBOUNDED, Option, Plan
+from lowtide.planner.plan_file import plan_as_json
+from lowtide.report.page import make_page
 from lowtide.report.plan import explanation_as_json, print_explanation, print_plan
 from lowtide.report.words import headline, recommended, shown_options
 from plan_cases import GIB, llama_plan
@@ -16,6 +20,11 @@ def printed(show: object, plan: Plan, width: int = 120) -> str:
     text = io.StringIO()
     show(plan, Console(file=text, width=width, highlight=False, markup=False))  # type: ignore[operator]
     return text.getvalue()
+
+
+def shown(page: str) -> str:
+    """A page without its scripts."""
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
 def test_a_plan_that_fits_says_what_it_needs_and_how_fast_it_is() -> None:
@@ -112,3 +121,35 @@ def test_nothing_of_a_table_is_cut_off_on_a_narrow_terminal() -> None:
         assert tables
         assert max(map(len, tables)) <= 80
         assert not any("…" in line for line in tables)
+
+
+def test_every_output_says_what_was_planned_for_and_how_fast_it_is() -> None:
+    plan = llama_plan(8, 4, 16)
+    line = "64 x h100, dp 8 sharded, tp 2, pp 4, 1f1b, 16 micro-batches of 1 x 8192 tokens, float32 parameters,"
+    rate = 8192 * 16 * 8 / plan.simulation.seconds
+    for text in (printed(print_plan, plan, 300), printed(print_explanation, plan, 300), shown(make_page(plan))):
+        assert f"{line} bfloat16 compute, AdamW" in text
+        assert f"{rate:,.0f}" in text
+        assert "40.0%" in text
+    for value in (explanation_as_json(plan), plan_as_json(plan)):
+        assert (value["model"], value["device"], value["mfu"]) == ("llama3-8b", "h100", pytest.approx(0.4))
+        assert value["tokens_per_second"] == pytest.approx(rate)
+        assert value["pipeline"]["micro_batches"] == 16
+        assert value["workload"] == plan.workload.as_json()
+        assert (value["workload"]["sequence"], value["workload"]["devices"]) == (8192, 64)
+
+
+def test_a_plan_without_a_budget_names_none() -> None:
+    plan = replace(llama_plan(4), budget=UNBOUNDED)
+    for text in (printed(print_plan, plan), printed(print_explanation, plan), shown(make_page(plan))):
+        assert "without a budget" in text
+        assert "TiB" not in text
+
+
+def test_the_fields_words_are_used() -> None:
+    swapped = llama_plan(8, 4, 16)
+    assert "% faster than full activation checkpointing" in headline(llama_plan())
+    assert "pipeline bubble" in printed(print_plan, swapped)
+    assert "as MindSpore YAML" in printed(print_explanation, llama_plan())
+    still = tuple(replace(stage, stall=0.0) for stage in swapped.simulation.stages)
+    assert "no stalls" in printed(print_plan, replace(swapped, simulation=replace(swapped.simulation, stages=still)))

@@ -9,7 +9,7 @@ from lowtide.adaptive.settings import AdaptSettings
 from lowtide.cost.device import Device
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import Pipeline
-from lowtide.planner.plan import Plan
+from lowtide.planner.plan import UNBOUNDED, Plan
 from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Policy, Recompute
 from lowtide.trace.trace import Trace
@@ -90,10 +90,13 @@ def _decided(situation: Situation, settings: AdaptSettings, *, rescued: bool) ->
     margin = _margin(situation, safe)
     room = None if situation.capacity is None else max(1, situation.capacity - margin)
     asked = settings.budget
-    budget = min(one for one in (asked, room) if one is not None) if asked or room else 1 << 62
+    budget = min(one for one in (asked, room) if one is not None) if asked or room else UNBOUNDED
     plan = make_plan(trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed))
     if plan.feasible:
-        reason = f"{len(trace.layers)} layers planned for {format_bytes(budget)}"
+        within = (
+            f"for {format_bytes(budget)}" if plan.bounded else "without a budget: the device does not say what it has"
+        )
+        reason = f"{len(trace.layers)} layers planned {within}"
         return Decided(plan=plan, policy=plan.policy, budget=budget, reason=reason)
     least = f"the least is {format_bytes(plan.least)}"
     if room is None or plan.least <= room:

@@ -14,9 +14,11 @@ from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.checkpointing import Checkpointing
-from lowtide.operators.layers import find_layers
+from lowtide.operators.layers import find_layers, other_stacks
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.policy import Policy
+from lowtide.trace.stacks import uncovered_notes
+from lowtide.trace.trace import Trace
 
 __all__ = ["ModelParts"]
 
@@ -30,10 +32,11 @@ class ModelParts:
     def __init__(self, modules: Sequence[nn.Module], layers: str | None, pipeline: Pipeline | None, stage: int) -> None:
         """``layers`` names the module that holds the layers, where the longest run of equal children is not it."""
         self.modules, self.layers = tuple(modules), layers
-        found = [find_layers(part, layers).modules for part in self.modules]
-        counts = [len(one) for one in found]
-        self.first_layer = found[0][0]
-        self._checkpointing = [Checkpointing(part, one) for part, one in zip(self.modules, found, strict=True)]
+        self._found = [find_layers(part, layers) for part in self.modules]
+        counts = [len(one.modules) for one in self._found]
+        self.first_layer = self._found[0].modules[0]
+        pairs = zip(self.modules, self._found, strict=True)
+        self._checkpointing = [Checkpointing(part, one.modules) for part, one in pairs]
         self.pipeline = pipeline or even_pipeline(sum(counts))
         self.chunks = self.pipeline.placement[stage]
         """The layers of each part, by their numbers in the whole model."""
@@ -63,6 +66,12 @@ class ModelParts:
     def split(self, policy: Policy) -> list[Policy]:
         """The decisions for the layers of each part."""
         return [replace(policy, layers=tuple(policy.layers[layer] for layer in chunk)) for chunk in self.chunks]
+
+    def uncovered(self, trace: Trace) -> tuple[str, ...]:
+        """A sentence for each other stack of layers in the whole model, for which nothing is planned."""
+        if not self.is_whole:
+            return ()
+        return uncovered_notes(self._found[0], other_stacks(self.modules[0], self._found[0]), trace)
 
     def disable_checkpointing(self) -> str:
         """Turn off gradient checkpointing that the layers have on; which modules had it, empty if none."""

@@ -108,6 +108,9 @@ class Profiling:
             words = f" with batches of {format_shape(chosen)}" if chosen else ""
             self.journal.note(number, "measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
             self.journal.measured(trace)
+            if len(self.lengths.traces) == 1:
+                for text in self.model.uncovered(trace):
+                    self.journal.note(number, "warned", text)
         for profiler, kinds in zip(self.profilers, self.layer_kinds, strict=True):
             kinds |= profiler.kinds()
             profiler.reset()

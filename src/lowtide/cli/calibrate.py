@@ -65,9 +65,9 @@ def calibrate(
     gc.enable()  # the entry point turned it off for commands that end at once
 
     import torch
-    from rich.console import Console
     from rich.progress import Progress
 
+    from lowtide.cli.console import make_console
     from lowtide.cli.traced import Layout, trace_of
     from lowtide.cost.calibrate import calibrate as measure
     from lowtide.cost.devices import find_device
@@ -84,7 +84,7 @@ def calibrate(
         raise typer.Exit(1) from None
     try:
         base = find_device(like) if like is not None else None
-        console = Console(stderr=True, highlight=False)
+        console = make_console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("tracing", total=None)
 
@@ -105,5 +105,5 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps(found.device.as_json()))
     else:
-        print_calibration(found.device, found.failed, Console(highlight=False, markup=False, emoji=False))
+        print_calibration(found.device, found.failed, make_console())
         typer.echo(f"written to {output}")

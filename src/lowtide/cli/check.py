@@ -78,20 +78,19 @@ def check(
                 value["model"] = effect_as_json(effect) if effect is not None else None
             typer.echo(json.dumps(value))
             continue
-        from rich.console import Console
-
+        from lowtide.cli.console import make_console
         from lowtide.report.terminal import print_check, print_problems
 
         if len(files) > 1:
             typer.echo(f"{file}:")
-        console = Console(no_color=no_color, highlight=False, markup=False, emoji=False)
+        console = make_console(no_color=no_color)
         print_check(result, console)
         if found is not None and effect is not None:
             from lowtide.report.effect import print_effect
 
             size = f"{batch} x {sequence} tokens" + (f", {autocast.value}" if autocast != Precision.none else "")
             print_effect(effect, found, f"{found.root.name} ({model}), {size}", console)
-        print_problems(result, Console(stderr=True, no_color=no_color, highlight=False, markup=False, emoji=False))
+        print_problems(result, make_console(stderr=True, no_color=no_color))
     if failed:
         raise typer.Exit(1)
 

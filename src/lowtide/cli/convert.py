@@ -36,8 +36,7 @@ def convert(file: File, to: To, output: Output = None, as_json: AsJson = False, 
     """
     import json
 
-    from rich.console import Console
-
+    from lowtide.cli.console import make_console
     from lowtide.config.check import check_file
     from lowtide.config.convert import convert_form
     from lowtide.config.parse import write_document
@@ -45,7 +44,7 @@ def convert(file: File, to: To, output: Output = None, as_json: AsJson = False, 
     from lowtide.report.terminal import print_problems
 
     result = check_file(file, layer_operators, parse_overrides(overrides or []))
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = make_console(stderr=True)
     if not result.ok:
         print_problems(result, console)
         raise typer.Exit(1)

@@ -29,8 +29,7 @@ def explain(inputs: Inputs, as_json: AsJson = False) -> None:
 
         typer.echo(json.dumps(explanation_as_json(found.plan)))
         return
-    from rich.console import Console
-
+    from lowtide.cli.console import make_console
     from lowtide.report.plan import print_explanation
 
-    print_explanation(found.plan, Console(highlight=False, markup=False, emoji=False))
+    print_explanation(found.plan, make_console())

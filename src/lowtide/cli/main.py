@@ -7,6 +7,7 @@ import typer
 from lowtide.cli.calibrate import calibrate
 from lowtide.cli.check import check
 from lowtide.cli.convert import convert
+from lowtide.cli.devices import devices
 from lowtide.cli.explain import explain
 from lowtide.cli.operators import operators
 from lowtide.cli.plan import plan
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(calibrate)
 app.command()(check)
 app.command()(convert)
+app.command()(devices)
 app.command()(explain)
 app.command()(operators)
 app.command()(plan)

@@ -31,12 +31,11 @@ def operators(
     """
     import json
 
-    from rich.console import Console
-
+    from lowtide.cli.console import make_console
     from lowtide.report.operators import print_survey, survey_as_json
 
     found = survey_model(model, batch, sequence, autocast, layers)
     if as_json:
         typer.echo(json.dumps(survey_as_json(found)))
     else:
-        print_survey(found, Console(highlight=False, markup=False, emoji=False))
+        print_survey(found, make_console())

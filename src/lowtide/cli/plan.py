@@ -19,7 +19,7 @@ def _file(*names: str, text: str) -> Any:
 
 
 Output = Annotated[Path | None, _file("--output", "-o", text="The Policy, as JSON, or as YAML by its suffix.")]
-Yaml = Annotated[Path | None, _file("--yaml", text="The Policy, as YAML in the words of the guides.")]
+Yaml = Annotated[Path | None, _file("--yaml", text="The Policy, as MindSpore YAML.")]
 Html = Annotated[Path | None, _file("--html", text="A report: one page that needs no network.")]
 Perfetto = Annotated[Path | None, _file("--perfetto", text="The simulated step, for ui.perfetto.dev.")]
 TraceOut = Annotated[Path | None, _file("--trace-out", text="The Trace, to plan from again.")]
@@ -45,7 +45,10 @@ def plan(
 
     Example: [bold]lowtide plan llama3-8b --budget 60GiB --device h100 --dp 8 --seq 8192 -o policy.json[/bold]
     """
-    found = plan_inputs(inputs)
+    files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
+    found = plan_inputs(inputs, tuple(files.values()))
+    # Before anything is printed: a reader of the output that stops early, such as `head`, does not cost the files.
+    written = [_write(what, file, found, inputs.source) for what, file in files.items() if file is not None]
     if as_json:
         import json
 
@@ -53,19 +56,19 @@ def plan(
 
         typer.echo(json.dumps(plan_as_json(found.plan)))
     else:
-        from rich.console import Console
-
+        from lowtide.cli.console import make_console
         from lowtide.report.plan import print_plan
 
-        print_plan(found.plan, Console(highlight=False, markup=False, emoji=False))
-    files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
-    written = [_write(what, file, found, inputs.source, as_json) for what, file in files.items() if file is not None]
+        print_plan(found.plan, make_console())
+    for line in filter(None, written):
+        typer.echo(line, err=as_json)
     if not found.plan.feasible or not all(written):
         raise typer.Exit(1)
 
 
-def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) -> bool:
-    """Write one of the files; prints the error if that fails, so that the others are written all the same."""
+def _write(what: str, file: Path, found: Planned, source: str) -> str | None:
+    """Write one of the files and return the line that says so; prints the error if that fails, and returns None, so
+    that the others are written all the same."""
     from lowtide.errors import LowtideError, PlanError
     from lowtide.planner.plan_file import save_plan
     from lowtide.report.page import write_page
@@ -77,7 +80,7 @@ def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) ->
             result.policy.save(file)
         elif what == "yaml":
             if not result.yaml:
-                raise PlanError("the grammar of the guides cannot say this Policy; -o writes it as JSON")
+                raise PlanError("MindSpore YAML cannot say this Policy; -o writes it as JSON")
             file.write_text(result.yaml, encoding="utf-8")
         elif what == "page":
             write_page(file, result, given=given_text(source))
@@ -89,9 +92,8 @@ def _write(what: str, file: Path, found: Planned, source: str, as_json: bool) ->
             save_plan(result, file)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)
-        return False
+        return None
     except OSError as error:
         typer.echo(f"error: {file}: {error.strerror}", err=True)
-        return False
-    typer.echo(f"{what}: written to {file}", err=as_json)
-    return True
+        return None
+    return f"{what}: written to {file}"

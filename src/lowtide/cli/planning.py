@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from lowtide.cli.traced import Layout, Traced
+    from lowtide.cli.traced import Layout, Traced, Training
     from lowtide.cost.device import Device
     from lowtide.planner.plan import Option, Plan
+    from lowtide.trace.optimizers import OptimizerName
+    from lowtide.train.run import DataType
 
 __all__ = ["Inputs", "Planned", "given_text", "plan_inputs", "takes_inputs"]
 
 LAYOUT = "The layout"
+TRAINING = "How it is trained"
 ALLOWED = "What may be used"
 
 
@@ -30,6 +33,31 @@ class Schedule(StrEnum):
     zero_bubble = "zero_bubble"
     zero_bubble_v = "zero_bubble_v"
     dualpipe_v = "dualpipe_v"
+
+
+class Dtype(StrEnum):
+    """The types of numbers, as people call them."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Optimizer(StrEnum):
+    """The optimizers."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    momentum = "momentum"
+    none = "none"
+
+
+_DTYPES: dict[Dtype, DataType] = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16", Dtype.fp16: "float16"}
+
+
+def _trained(name: str, metavar: str | None, text: str) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, show_default=False, rich_help_panel=TRAINING)
 
 
 def _count(name: str, text: str) -> Any:
@@ -49,14 +77,37 @@ class Inputs(NamedTuple):
         ),
     ]
     budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="SIZE",
+            help="Memory of a device that the run may reserve: 60GiB; all but a twentieth of what it has unless given.",
+            show_default=False,
+        ),
+    ] = None
+    device: Annotated[
         str,
         typer.Option(
-            "--budget", metavar="SIZE", help="Memory of a device that the run may reserve: 60GiB.", show_default=False
+            "--device",
+            metavar="NAME|FILE",
+            help="One of `lowtide devices`, what `lowtide calibrate` wrote, or cuda, xpu … for the one that is here.",
         ),
-    ]
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME|FILE", help="A known device, or what `lowtide calibrate` wrote.")
     ] = "h100"
+    dtype: Annotated[Dtype | None, _trained("--dtype", None, "What parameters are stored in.")] = None
+    autocast: Annotated[Dtype | None, _trained("--autocast", None, "What matrix products are computed in.")] = None
+    optimizer: Annotated[Optimizer | None, _trained("--optimizer", None, "adamw unless given.")] = None
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            "--lora",
+            min=1,
+            metavar="RANK",
+            help="Train adapters of this rank only; needs peft.",
+            show_default=False,
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
+    layers: Annotated[str | None, _trained("--layers", "MODULE", "The module that holds the layers.")] = None
     data: Annotated[int | None, _count("--dp", "Data-parallel ranks; they share the parameters.")] = None
     replicate: Annotated[
         bool,
@@ -111,6 +162,20 @@ class Inputs(NamedTuple):
             replicate=self.replicate,
         )
 
+    @property
+    def training(self) -> Training:
+        """How the model is trained."""
+        from lowtide.cli.traced import Training
+
+        optimizer: OptimizerName | None = self.optimizer.value if self.optimizer is not None else None
+        return Training(
+            dtype=_DTYPES[self.dtype] if self.dtype is not None else None,
+            autocast=_DTYPES[self.autocast] if self.autocast is not None else None,
+            optimizer=optimizer,
+            lora=self.lora,
+            layers=self.layers,
+        )
+
 
 def takes_inputs(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of :class:`Inputs`, in place of its first parameter."""
@@ -142,32 +207,45 @@ class Planned(NamedTuple):
     plan: Plan
 
 
-def plan_inputs(inputs: Inputs) -> Planned:
-    """Trace what is given and plan it; prints the error and exits with 1 if that fails."""
+def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
+    """Trace what is given and plan it; prints the error and exits with 1 if that fails.
+
+    What is wrong with the arguments, or with the directories of ``files`` that are written later, is found before torch
+    is imported.
+    """
     import gc
+    import os
 
-    from rich.console import Console
-
-    from lowtide.cli.traced import trace_of
-    from lowtide.cost.devices import find_device
-    from lowtide.cost.imagined import device_kernels
+    from lowtide.cli.console import make_console
+    from lowtide.cli.traced import prepare
+    from lowtide.cost.devices import find_device, is_torch_device
     from lowtide.cost.kernels import family_of
     from lowtide.errors import LowtideError
     from lowtide.planner.make import make_plan
-    from lowtide.units import parse_bytes
+    from lowtide.units import parse_budget, parse_bytes
 
     gc.enable()  # the entry point turned it off for commands that end at once
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    console = make_console(stderr=True)
     try:
-        budget = parse_bytes(inputs.budget)  # what is quick to refuse is refused first
+        budget = parse_budget(inputs.budget) if inputs.budget is not None else None
         host_memory = parse_bytes(inputs.host_memory) if inputs.host_memory is not None else None
-        device = find_device(inputs.device)
+        _check_directories(files)
+        here = is_torch_device(inputs.device)
+        device = None if here else find_device(inputs.device)
+        trace = prepare(inputs.source, inputs.layout, inputs.training)
+        from lowtide.cost.imagined import device_kernels  # imports torch
+
+        if device is None:
+            from lowtide.cost.present import present_device
+
+            device = present_device(inputs.device)
         with console.status(f"reading {inputs.source}") as status:  # shown on a terminal only
             with device_kernels(family_of(device.name)):
-                traced = trace_of(inputs.source, inputs.layout, status.update)
+                traced = trace(status.update)
             plan = make_plan(
                 traced.trace,
-                budget,
+                budget if budget is not None else device.budget,
                 device,
                 traced.pipeline,
                 swap=not inputs.no_swap,
@@ -181,6 +259,14 @@ def plan_inputs(inputs: Inputs) -> Planned:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     return Planned(traced, device, plan)
+
+
+def _check_directories(files: Sequence[Path | None]) -> None:
+    from lowtide.errors import PlanError
+
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise PlanError(f"{file}: there is no directory {file.parent}")
 
 
 def _with_own(plan: Plan, traced: Traced, device: Device, say: Callable[[str], None]) -> Plan:

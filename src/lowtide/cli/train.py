@@ -336,12 +336,11 @@ def _read(
         values |= _adaptive(flags, check)
         check = check_file(file, layer_operators, values)
     if not check.ok:
-        from rich.console import Console
-
+        from lowtide.cli.console import make_console
         from lowtide.report.terminal import print_problems
 
         if _rank() in (None, "0"):  # once, not once a rank
-            print_problems(check, Console(stderr=True, highlight=False, markup=False, emoji=False))
+            print_problems(check, make_console(stderr=True))
         raise typer.Exit(1)
     return values, check
 

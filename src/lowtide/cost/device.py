@@ -55,6 +55,12 @@ class Device:
     notes: tuple[str, ...] = ()
     """Where the figures come from."""
 
+    @property
+    def budget(self) -> int:
+        """The memory that a run may reserve unless its user says otherwise: all but a twentieth, which the driver, the
+        runtime and the buffers of collectives are assumed to take."""
+        return self.capacity - self.capacity // 20
+
     def as_json(self) -> dict[str, Any]:
         """The device as plain JSON values."""
         return {"lowtide_device": FORMAT, **asdict(self)}

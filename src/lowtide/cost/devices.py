@@ -7,13 +7,14 @@ which are assumptions and are said to be so in a device's notes. ``lowtide calib
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 
-__all__ = ["DEVICES", "EFFICIENCY", "find_device"]
+__all__ = ["DEVICES", "EFFICIENCY", "device_by_product", "find_device", "is_torch_device"]
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
@@ -35,7 +36,8 @@ EFFICIENCY = {
 _ASSUMED = (
     "nominal figures of the data sheet",
     "efficiency factors are assumptions; `lowtide calibrate` measures them",
-    "what the driver and the runtime take of the memory is not deducted",
+    "unless a budget is given, a twentieth of the memory is left to the driver, the runtime and collectives: an"
+    " assumption",
 )
 
 
@@ -184,9 +186,44 @@ def find_device(name: str | Path) -> Device:
         return found
     if text.endswith(".json") or Path(text).is_file():
         return Device.load(text)
+    if is_torch_device(text):
+        raise PlanError(
+            f"{text!r} says which backend, not which device: give one of {', '.join(DEVICES)}, or the file that"
+            " `lowtide calibrate` wrote on it"
+        )
     close = difflib.get_close_matches(text.lower(), DEVICES, n=2, cutoff=0.4)
     meant = f"did you mean {' or '.join(close)}? There are" if close else "there are"
     raise PlanError(
         f"no device {text!r}: {meant} {', '.join(DEVICES)};"
         " for another one give the file that `lowtide calibrate` wrote on it"
     )
+
+
+_BACKENDS = ("cuda", "hip", "hpu", "mps", "npu", "xpu")
+
+
+def is_torch_device(name: str) -> bool:
+    """Whether a name is torch's for an accelerator, which says nothing of its speed.
+
+    >>> is_torch_device("cuda:0"), is_torch_device("h100"), is_torch_device("cpu")
+    (True, False, False)
+    """
+    return re.fullmatch(rf"(?:{'|'.join(_BACKENDS)})(?::\d+)?", name) is not None
+
+
+_PRODUCTS = {"gaudi": r"gaudi|hl-3\d\d", "910c": r"910_?93|910c", "910b": r"910b"}
+"""How a driver names a device, where it is not as the table does."""
+
+
+def device_by_product(product: str) -> Device | None:
+    """The device that a driver calls so; None if the table does not have it.
+
+    >>> device_by_product("NVIDIA H100 80GB HBM3").name
+    'h100'
+    """
+    text = product.lower()
+    for name, device in DEVICES.items():
+        written = _PRODUCTS.get(name, rf"{name}(?!\d)")
+        if name != "cpu" and re.search(rf"(?<![a-z0-9])(?:ascend)?(?:{written})", text):
+            return device
+    return None

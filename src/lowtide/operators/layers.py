@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.errors import ModelError
 
-__all__ = ["Layers", "check_module", "find_layers"]
+__all__ = ["Layers", "check_module", "find_layers", "other_stacks"]
 
 
 class Layers(NamedTuple):
@@ -57,6 +57,29 @@ def find_layers(model: nn.Module, path: str | None = None) -> Layers:
             " name the module that holds the layers, as in layers='encoder.blocks'"
         )
     return max(runs, key=lambda run: (len(run.modules), _parameters(run)))
+
+
+def other_stacks(model: nn.Module, found: Layers) -> tuple[Layers, ...]:
+    """The runs of layers that are not ``found``: an encoder's, where the decoder's are. None is inside a layer of
+    another, and what holds or is inside a layer of ``found`` is none.
+
+    >>> model = nn.Transformer(8, 1, 2, 2, 8)
+    >>> [stack.path for stack in other_stacks(model, find_layers(model))]
+    ['encoder.layers']
+    """
+    runs = [run for name, module in model.named_modules() for run in _runs(name, module)]
+    runs.sort(key=lambda run: (-len(run.modules), -_parameters(run)))
+    others: list[Layers] = []
+    taken = list(found.names)
+    for run in runs:
+        if not any(_within(name, other) or _within(other, name) for name in run.names for other in taken):
+            others.append(run)
+            taken += run.names
+    return tuple(others)
+
+
+def _within(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
 
 
 def _runs(path: str, parent: nn.Module) -> Iterator[Layers]:

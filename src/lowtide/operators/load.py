@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +25,22 @@ class LoadedModel(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    run: Callable[[], Any] | None = None
+    """What does one forward and returns the loss, where the user's function gave it."""
+    notes: tuple[str, ...] = ()
+    """What was assumed."""
 
 
-def load_model(source: str, *, batch: int = 1, sequence: int = 2048) -> LoadedModel:
+def load_model(source: str, *, batch: int = 1, sequence: int = 2048, dtype: torch.dtype | None = None) -> LoadedModel:
     """Make the model that ``source`` names.
 
     ``source`` is a directory with a Hugging Face ``config.json`` (needs the ``transformers`` extra), or
     ``module:function`` or ``file.py:function``; the function returns a model, or a model with the arguments to call it
-    with. Call it inside a ``FakeTensorMode`` and no memory is taken.
+    with, or a model with a function that does one forward and returns the loss. Parameters are of ``dtype`` if it is
+    given. Call it inside a ``FakeTensorMode`` and no memory is taken.
     """
     if (Path(source) / "config.json").is_file():
-        return _from_configuration(source, batch, sequence)
+        return _from_configuration(source, batch, sequence, dtype)
     name, colon, attribute = source.rpartition(":")
     if not colon:
         raise ModelError(
@@ -52,15 +57,19 @@ def load_model(source: str, *, batch: int = 1, sequence: int = 2048) -> LoadedMo
     model, *rest = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{source} returned {type(model).__name__}; expected a torch.nn.Module, or one with arguments")
+    if dtype is not None:
+        model.to(dtype)
+    if rest and callable(rest[0]):
+        return LoadedModel(model, (), {}, run=rest[0])
     if not rest:
         return LoadedModel(model, *_inputs(model, batch, sequence))
     args = tuple(rest[0]) if isinstance(rest[0], (tuple, list)) else (rest[0],)
     return LoadedModel(model, args, dict(rest[1]) if len(rest) > 1 else {})
 
 
-def _from_configuration(source: str, batch: int, sequence: int) -> LoadedModel:
+def _from_configuration(source: str, batch: int, sequence: int, dtype: torch.dtype | None) -> LoadedModel:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     except ImportError:
         raise ModelError(
             "reading a Hugging Face configuration needs transformers: pip install lowtide[transformers]"
@@ -68,9 +77,15 @@ def _from_configuration(source: str, batch: int, sequence: int) -> LoadedModel:
     config = AutoConfig.from_pretrained(source)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training keeps no cache of keys and values
-    model = AutoModelForCausalLM.from_config(config).train()
+    auto = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    chosen = dtype or getattr(config, "dtype", None)
+    notes = () if chosen else ("config.json has no dtype: float32 is assumed; --dtype says another",)
+    try:
+        model = auto.from_config(config, dtype=chosen or torch.float32).train()
+    except ValueError as error:
+        raise ModelError(f"{source}: {str(error).splitlines()[0]}; give module:function instead") from None
     tokens = torch.zeros(batch, sequence, dtype=torch.long)
-    return LoadedModel(model, (tokens,), {"labels": tokens})
+    return LoadedModel(model, (tokens,), {"labels": tokens}, notes=notes)
 
 
 @contextmanager
@@ -95,12 +110,20 @@ def one_sequence_each() -> Iterator[None]:
 def _inputs(model: nn.Module, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Token indices, for a model that has an embedding first; anything else has to bring its arguments."""
     if any(isinstance(module, nn.Embedding) for module in model.modules()):
-        return (torch.zeros(batch, sequence, dtype=torch.long),), {}
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+        base = getattr(model, "get_base_model", None)  # peft hides the signature
+        whole = base() if callable(base) else model
+        labelled = "labels" in inspect.signature(whole.forward).parameters
+        return (tokens,), {"labels": tokens} if labelled else {}
     names = ", ".join(inspect.signature(model.forward).parameters)
     raise ModelError(f"return the arguments of forward({names}) with the model: return model, (tensor,)")
 
 
 def _module(name: str) -> Any:
+    # As `python -m module` and `python file.py` have it: what the module imports may be next to it.
+    home = str(Path(name).resolve().parent) if name.endswith(".py") else str(Path.cwd())
+    if home not in sys.path:
+        sys.path.insert(0, home)
     if not name.endswith(".py"):
         try:
             return importlib.import_module(name)
@@ -120,6 +143,6 @@ def does_not_run(source: str, error: Exception) -> ModelError:
     """The error to raise where a model fails with fake tensors."""
     return ModelError(
         f"{source} does not run with fake tensors: {type(error).__name__}: {str(error).rstrip('.')}.\n"
-        "A model whose control flow depends on values cannot. If it is the dtype, write the one you train in into"
-        ' config.json ("dtype": "bfloat16"), or return the model in it'
+        "A model whose control flow depends on values cannot. If it is the dtype, give the one you train in:"
+        " `lowtide plan --dtype bf16`, or --autocast"
     )

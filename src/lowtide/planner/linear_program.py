@@ -21,16 +21,17 @@ def load_solver() -> None:
 
 
 @contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """HiGHS writes a line of its own to stdout now and then, where a program may be reading JSON."""
+def _quiet() -> Iterator[None]:
+    """HiGHS writes a line of its own to stdout now and then, where a program may be reading JSON: it is dropped."""
     sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     try:
         yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+        os.close(nowhere)
 
 
 class LinearProgram:
@@ -75,7 +76,7 @@ class LinearProgram:
         rows = LinearConstraint(
             matrix, np.array([row[1] for row in self.rows]), np.array([row[2] for row in self.rows])
         )
-        with _stdout_to_stderr():
+        with _quiet():
             result = milp(
                 cost,
                 integrality=np.array(self.integer),

@@ -26,6 +26,7 @@ from lowtide.planner.simple import simple_policies
 from lowtide.planner.simulate import Known, simulate
 from lowtide.planner.simulation import Simulation, StageSimulation
 from lowtide.planner.solve import StageSolution, relaxed_seconds, solve_stage
+from lowtide.planner.workload import workload_of
 from lowtide.planner.yaml_form import YamlForm, yaml_form
 from lowtide.policy import Policy, resolve
 from lowtide.trace.trace import Kernel, Trace
@@ -36,7 +37,7 @@ __all__ = ["make_plan"]
 LINK_SHARES = (0.9, 1.0, 0.6)
 """How much of the time that copies can pass in swaps may take. The simulator says which is best; pipelines, which take
 longer to simulate, get the first."""
-HOW = "the Policy, or its YAML"
+HOW = "the Policy, or the same as MindSpore YAML"
 POINTS = 12
 """Points of the curve of memory against time."""
 POLISHED = 2
@@ -86,6 +87,8 @@ def make_plan(
     budget = parse_bytes(budget)
     if not budget:
         raise PlanError('a budget is the memory of a device, such as "60GiB"; found 0')
+    if pipeline is None:
+        pipeline = trace.pipeline
     if pipeline is None or not pipeline.placement:
         micro_batches = pipeline.micro_batches if pipeline is not None else 1
         pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
@@ -360,6 +363,7 @@ class _Search:
             notes=self._notes(simulation, feasible, least) + _not_in_yaml(written),
             solve_seconds=solve_seconds,
             operators=planned_operators(self.trace, chosen.policy),
+            workload=workload_of(self.trace, self.device, self.pipeline),
         )
 
     def _details(self, chosen: Option) -> Simulation:
@@ -451,7 +455,7 @@ def _not_in_yaml(written: YamlForm) -> tuple[str, ...]:
     if not written.lost:
         return ()
     more = f" and {len(written.lost) - 3} more" if len(written.lost) > 3 else ""
-    return (f"the graph form of YAML cannot say this Policy: {'; '.join(written.lost[:3])}{more}",)
+    return (f"this Policy cannot be written as MindSpore YAML: {'; '.join(written.lost[:3])}{more}",)
 
 
 def _worse(one: Option, other: Option) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lowtide.errors import PlanError
 
@@ -37,6 +38,17 @@ class Pipeline:
             raise PlanError("every pipeline stage has the same number of chunks")
         if self.micro_batches < 1:
             raise PlanError(f"a step has at least one micro-batch; found {self.micro_batches}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The stages as plain JSON values."""
+        placement = [[list(chunk) for chunk in stage] for stage in self.placement]
+        return {"placement": placement, "micro_batches": self.micro_batches, "schedule": self.schedule}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Pipeline:
+        """The reverse of :meth:`as_json`."""
+        placement = tuple(tuple(map(tuple, stage)) for stage in value["placement"])
+        return Pipeline(placement=placement, micro_batches=value["micro_batches"], schedule=value["schedule"])
 
 
 def even_pipeline(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.simulation import Simulation
+from lowtide.planner.workload import Workload
 from lowtide.policy import Decision, Policy
 
-__all__ = ["Option", "Plan", "PlannedOperator"]
+__all__ = ["UNBOUNDED", "Option", "Plan", "PlannedOperator"]
+
+UNBOUNDED = 1 << 62
+"""The budget where there is none: a device that does not say what it has."""
 
 
 class PlannedOperator(NamedTuple):
@@ -68,3 +72,23 @@ class Plan:
     operators: tuple[tuple[PlannedOperator, ...], ...] = ()
     """For each layer, what becomes of its input and of every operator that holds something for backward; empty where
     it was not asked for."""
+    workload: Workload = field(default_factory=Workload)
+    """The batch, the layout and the types of numbers that it is for."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a budget."""
+        return self.budget < UNBOUNDED
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all devices in a second, or of one rank where the others are not known; None where no tokens
+        are."""
+        tokens = self.workload.tokens * self.pipeline.micro_batches * self.workload.data
+        return tokens / self.simulation.seconds if tokens and self.simulation.seconds else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the share of the device's peak that the model's own FLOPs are."""
+        most = self.workload.peak_flops * self.simulation.seconds
+        return self.workload.flops / most if most and self.workload.flops else None

@@ -14,6 +14,7 @@ from lowtide.errors import PlanError, PolicyError
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import Option, Plan, PlannedOperator
 from lowtide.planner.simulation import Moment, Share, Simulation, Span, StageSimulation
+from lowtide.planner.workload import Workload
 from lowtide.policy import Policy
 from lowtide.policy.decision import decision_as_json, decision_from_json
 
@@ -35,11 +36,10 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "bound": plan.bound,
         "gap": plan.gap,
         "solve_seconds": plan.solve_seconds,
-        "pipeline": {
-            "placement": [[list(chunk) for chunk in stage] for stage in plan.pipeline.placement],
-            "micro_batches": plan.pipeline.micro_batches,
-            "schedule": plan.pipeline.schedule,
-        },
+        "pipeline": plan.pipeline.as_json(),
+        "workload": plan.workload.as_json(),
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
         "policy": plan.policy.as_json(),
         "simulation": _simulation_as_json(plan.simulation),
         "options": [
@@ -66,7 +66,6 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
             f'not a plan: expected an object with "lowtide_plan": {FORMAT}; `lowtide plan --save` writes one'
         )
     try:
-        pipeline = value["pipeline"]
         return Plan(
             model=value["model"],
             device=value["device"],
@@ -76,11 +75,8 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
             bound=value["bound"],
             gap=value["gap"],
             solve_seconds=value["solve_seconds"],
-            pipeline=Pipeline(
-                placement=tuple(tuple(map(tuple, stage)) for stage in pipeline["placement"]),
-                micro_batches=pipeline["micro_batches"],
-                schedule=pipeline["schedule"],
-            ),
+            pipeline=Pipeline.from_json(value["pipeline"]),
+            workload=Workload.from_json(value.get("workload", {})),
             policy=Policy.from_json(value["policy"]),
             simulation=_simulation(value["simulation"]),
             options=tuple(

@@ -18,8 +18,6 @@ from lowtide.units import format_bytes, format_seconds
 __all__ = ["adaptive_text", "print_adaptive", "print_report", "say", "strategy"]
 
 _RULE = "=" * 20
-_UNBOUNDED = 1 << 60
-"""A budget of so many bytes is none: the device does not say what it has."""
 _MOST = 8
 """Lines of the strategy; further treatments of a layer are counted."""
 _NAMED = 4
@@ -46,7 +44,7 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     else:
         table.add_row("With selective recompute:", format_bytes(plan.least), "", "", "is the least; does not fit")
     console.print(table)
-    budget = f"budget {format_bytes(plan.budget)}" if plan.budget < _UNBOUNDED else "no budget"
+    budget = f"budget {format_bytes(plan.budget)}" if plan.bounded else "no budget"
     console.print(f"{budget}; predicted from what was measured", soft_wrap=True)
     console.print(">> final selective strategy <<", soft_wrap=True)
     for line in strategy(plan) if plan.feasible else ["  nothing fits: every layer is recomputed"]:

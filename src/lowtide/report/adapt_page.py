@@ -12,8 +12,12 @@ from lowtide.units import format_bytes, format_seconds
 
 __all__ = ["adaptive_events", "adaptive_figures", "adaptive_sentence"]
 
+FAR = 2
+"""A capacity or budget of so many times the most that was reserved is far above it."""
 MOST_STEPS = 2000
 """Points of a picture; of more steps the one that reserved most is shown for each few."""
+FEW_STEPS = 10
+"""So many steps have a tick each: between two of them there is nothing."""
 MOST_EVENTS = 40
 """Events that are listed; further ones are counted."""
 MOST_LABELS = 6
@@ -52,7 +56,19 @@ def adaptive_sentence(record: AdaptRecord) -> str:
     if measuring and planned:
         faster = f" A step took {format_seconds(_middle(measuring))} before the switch and"
         faster += f" {format_seconds(_middle(planned))} after it."
-    return ", ".join(parts) + "." + faster
+    return ", ".join(parts) + "." + faster + _far_above(record)
+
+
+def _far_above(record: AdaptRecord) -> str:
+    """What the picture does not show: a line far above would flatten it."""
+    highest = max((step.peak_reserved for step in record.steps), default=0)
+    far = [
+        f"the {name} of {format_bytes(size)}"
+        for name, size in (("capacity", record.capacity), ("budget", record.budget))
+        if highest and size is not None and size > FAR * highest
+    ]
+    text = " and ".join(far)
+    return f" {text[:1].upper()}{text[1:]} {'are' if len(far) > 1 else 'is'} far above." if far else ""
 
 
 def adaptive_figures(record: AdaptRecord) -> dict[str, Figure]:
@@ -65,14 +81,14 @@ def adaptive_figures(record: AdaptRecord) -> dict[str, Figure]:
     if any(step.peak_reserved for step in steps):
         known = [size for size in (record.capacity, record.budget) if size is not None]
         highest = max(step.peak_reserved for step in steps)
-        near = [size for size in known if size <= 2 * highest]  # a line far above would flatten the picture
+        near = [size for size in known if size <= FAR * highest]
         memory = byte_scale(max([highest, *near]))
         figure = _figure(record, steps, [float(step.peak_reserved) for step in steps], memory, "most reserved")
         if any(step.peak_allocated for step in steps):
             figure["data"].append(_in_use(steps, memory))
         for name, size in (("capacity", record.capacity), ("budget", record.budget)):
-            if size is not None:
-                _level(figure, name, size, memory, drawn=size in near)
+            if size in near:
+                _level(figure, name, size, memory)
         found["adapt_memory"] = figure
     return found
 
@@ -98,7 +114,7 @@ def _in_use(steps: Sequence[AdaptStep], memory: Scale) -> Figure:
         "name": "in use, of what is reserved",
         "x": [step.step for step in steps],
         "y": [short(step.peak_allocated / memory.size) for step in steps],
-        "line": {"color": "@line", "width": 1.5, "dash": "dot"},
+        "line": {"color": "@muted", "width": 1.5, "dash": "dot"},
         "hovertemplate": f"step %{{x}}: %{{y}} {memory.unit} in use<extra></extra>",
     }
 
@@ -146,7 +162,7 @@ def _figure(
         "layout": {
             "height": 300,
             "showlegend": True,
-            "xaxis": {"title": {"text": "step"}, "nticks": 10},
+            "xaxis": {"title": {"text": "step"}, **({"dtick": 1} if len(steps) <= FEW_STEPS else {"nticks": 10})},
             "yaxis": {
                 "title": {"text": title},
                 "ticksuffix": f" {scale.unit}",
@@ -173,17 +189,12 @@ def _named(at: float, name: str) -> Figure:
     return {**text, "xref": "x", "x": at, "yref": "paper", "y": 0, "text": name}
 
 
-def _level(figure: Figure, name: str, size: int, scale: Scale, *, drawn: bool) -> None:
-    """A line across the picture for what a device has or a plan may fill; only said where it would be far above."""
+def _level(figure: Figure, name: str, size: int, scale: Scale) -> None:
+    """A line across the picture for what a device has or a plan may fill."""
     at = short(size / scale.size)
     colour = "@alarm" if name == "capacity" else "@keep"
     layout = figure["layout"]
     text = {"showarrow": False, "font": {"color": f"{colour}-text"}, "xref": "paper", "x": 1, "xanchor": "right"}
-    if not drawn:
-        said = sum("far above" in one["text"] for one in layout["annotations"])
-        label = f"{name} {format_bytes(size)} is far above"
-        layout["annotations"].append({**text, "yref": "paper", "y": 1 - 0.08 * said, "text": label})
-        return
     line = {"color": colour, "width": 1, "dash": "dash"}
     layout["shapes"].append(
         {"type": "line", "xref": "paper", "yref": "y", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}

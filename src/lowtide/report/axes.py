@@ -2,7 +2,7 @@
 
 Figures are plotly's plain JSON, traces and layout, without plotly. Colours are names such as ``@swap``; the page's
 script gives them the values of its style sheet, light or dark. A figure may have ``narrow``: layout, by dotted path,
-that replaces the other on a small screen.
+that replaces the other on a small screen; and ``narrow_data``, what is replaced in the traces there, by their names.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class BudgetMarks(NamedTuple):
     labels: list[Figure]
 
 
-def budget_marks(budget: int, highest: int, scale: Scale, *, upright: bool) -> BudgetMarks:
+def budget_marks(budget: int | None, highest: int, scale: Scale, *, upright: bool) -> BudgetMarks:
     """A dashed line across the picture, or upright in it. Far above everything else it would flatten the picture: then
     it is only said."""
+    if budget is None:
+        return BudgetMarks([], [])
     text = {"showarrow": False, "yanchor": "bottom", "font": {"color": "@alarm-text"}}
     if budget > FAR * highest:
         corner = {"xref": "paper", "x": 1, "xanchor": "right", "yref": "paper", "y": 1}

@@ -62,7 +62,7 @@ def curve_figure(plan: Plan) -> Figure:
             },
         }
     )
-    marks = budget_marks(plan.budget, highest, memory, upright=True)
+    marks = budget_marks(plan.budget if plan.bounded else None, highest, memory, upright=True)
     return {
         "data": traces,
         "layout": {
@@ -73,6 +73,8 @@ def curve_figure(plan: Plan) -> Figure:
             "annotations": marks.labels,
         },
         "narrow": {"height": 340, "xaxis.nticks": 4, "yaxis.title.text": ""},
+        # Names would run into each other; the table below has them, and touching a point says its own.
+        "narrow_data": {"options": {"mode": "markers"}},
     }
 
 
@@ -172,7 +174,9 @@ def stage_memory_figure(plan: Plan) -> Figure:
         part("reserved, not in use", "@line", [stage.reserved - stage.peak for stage in stages]),
     ]
     figure = _stage_bars(stages, parts, memory.unit)
-    marks = budget_marks(plan.budget, plan.simulation.reserved, memory, upright=len(stages) <= _LYING)
+    marks = budget_marks(
+        plan.budget if plan.bounded else None, plan.simulation.reserved, memory, upright=len(stages) <= _LYING
+    )
     figure["layout"] |= {"shapes": marks.shapes, "annotations": marks.labels}
     return figure
 

@@ -1,7 +1,26 @@
 // Draws the figures of the page. Their data are in the page as JSON; colours are names of the style sheet's.
 "use strict";
-(() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+(async () => {
+  // Base 85 of what zlib compressed: see _packed in page.py.
+  const ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;[=]?@^_.{|}~";
+  const VALUES = Object.fromEntries([...ALPHABET].map((character, value) => [character.charCodeAt(0), value]));
+
+  async function unpacked(id) {
+    const text = document.getElementById(id).textContent;
+    const padding = (5 - (text.length % 5)) % 5;
+    const bytes = new DataView(new ArrayBuffer(((text.length + padding) / 5) * 4));
+    for (let at = 0; at < text.length; at += 5) {
+      let number = 0;
+      for (let place = at; place < at + 5; place += 1)
+        number = number * 85 + (place < text.length ? VALUES[text.charCodeAt(place)] : 84);
+      bytes.setUint32((at / 5) * 4, number);
+    }
+    const packed = new Blob([bytes.buffer.slice(0, bytes.byteLength - padding)]);
+    return new Response(packed.stream().pipeThrough(new DecompressionStream("deflate"))).text();
+  }
+
+  const figures = JSON.parse(await unpacked("figures"));
+  (0, eval)(await unpacked("plotly")); // indirect: it runs as a script of the page, not inside this function
   const narrow = () => window.innerWidth < 760;
 
   function coloured(value) {
@@ -39,7 +58,9 @@
     const choice = figures[element.dataset.figure];
     const figure = Array.isArray(choice) ? choice[stage ? stage.selectedIndex : Number(element.dataset.stage || 0)] : choice;
     const config = { displayModeBar: false, responsive: true, scrollZoom: false };
-    return Plotly.react(element, coloured(figure.data), layoutOf(figure), config);
+    const replaced = (narrow() && figure.narrow_data) || {};
+    const data = figure.data.map((trace) => ({ ...trace, ...replaced[trace.name] }));
+    return Plotly.react(element, coloured(data), layoutOf(figure), config);
   }
 
   const charts = [...document.querySelectorAll(".chart")];

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from html import escape
 from importlib import import_module
@@ -32,7 +34,7 @@ from lowtide.report.tables import (
 )
 from lowtide.report.thin import MOST_BLOCKS, SLICES, late_copies
 from lowtide.report.timelines import lanes_figure, memory_figure
-from lowtide.report.words import fullest, headline, layout, peak_sentence
+from lowtide.report.words import fullest, headline, layout, peak_sentence, policy_snippet
 from lowtide.units import format_bytes, format_seconds
 
 __all__ = ["make_page", "write_page"]
@@ -53,16 +55,26 @@ def make_page(plan: Plan | None = None, run: Run | None = None, given: str | Non
     title = headline(plan) if plan is not None else _run_headline(run)
     body = "".join(_sections(plan, run, given, figures))
     home = files("lowtide.report")
-    data = json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it can end the element
+    data = _packed(json.dumps(figures, separators=(",", ":")))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{(home / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n"
         f"<body>\n{body}"
-        f'<script type="application/json" id="figures">{data}</script>\n'
-        f"<script>{_plotly()}</script>\n<script>\n{(home / 'page.js').read_text(encoding='utf-8')}</script>\n"
+        f'<script type="text/plain" id="figures">{data}</script>\n'
+        f'<script type="text/plain" id="plotly">{_packed(_plotly())}</script>\n'
+        f"<script>\n{(home / 'page.js').read_text(encoding='utf-8')}</script>\n"
         "</body>\n</html>\n"
     )
+
+
+def _packed(text: str) -> str:
+    """Compressed, in characters that HTML has no meaning for; page.js has the reverse. Plotly is 5 MB as it is."""
+    return base64.b85encode(zlib.compress(text.encode(), 9)).translate(_HARMLESS).decode()
+
+
+_HARMLESS = bytes.maketrans(b"<>&`", b"[],.")
+"""The characters of base 85 that HTML has a meaning for, and others in their place."""
 
 
 def _plotly() -> str:
@@ -82,10 +94,11 @@ def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figu
     stages = plan.simulation.stages
     whose = measured_stage(plan, run)
     ends = [_end(stage, run if stage.stage == whose else None) or plan.simulation.seconds for stage in stages]
+    budget = plan.budget if plan.bounded else None
     few = max(len(stages) // 4, 1)  # many stages share the page's size: each has coarser slices
     if any(stage.memory for stage in stages) or (run is not None and run.memory):
         found["memory"] = [
-            memory_figure(stage, plan.budget, run if stage.stage == whose else None, end, max(SLICES // few, 150))
+            memory_figure(stage, budget, run if stage.stage == whose else None, end, max(SLICES // few, 150))
             for stage, end in zip(stages, ends, strict=True)
         ]
     if any(stage.spans for stage in stages):
@@ -150,11 +163,25 @@ def _sections(
     if run is not None and run.settings:
         covered = f"In {run.steps} steps, as the runtime counted." if run.steps else "As the runtime counted."
         yield _section("run", "What the run did", covered, receipt_table(run))
-    if plan is not None and plan.yaml:
-        lead = "In the words of the guides; `lowtide check` reads it back." if given is None else "Against the file."
-        yield _section("yaml", "How to take it", lead, yaml_difference(plan, given))
+    if plan is not None:
+        yield _use(plan, given)
     yield _honesty(plan, run)
     yield "<footer>Made by lowtide. This file needs no network.</footer>\n"
+
+
+def _use(plan: Plan, given: str | None) -> str:
+    """The Policy in Python, and as MindSpore YAML where it can be written so."""
+    policy = json.dumps(plan.policy.as_json(), indent=1)
+    body = (
+        f"<pre>{escape(policy_snippet().rstrip())}</pre>"
+        f"<details><summary>policy.json, which `lowtide plan … -o policy.json` writes</summary>"
+        f"<pre>{escape(policy)}</pre></details>"
+    )
+    if plan.yaml:
+        against = "" if given is None else ", against the file"
+        body += f"<h3>As MindSpore YAML{against}</h3>{yaml_difference(plan, given)}"
+    lead = "In Python:" if plan.feasible else "It does not fit the budget. The Policy that needs least, in Python:"
+    return _section("use", "How to use it", lead, body)
 
 
 def _header(plan: Plan | None, run: Run | None) -> str:
@@ -216,7 +243,7 @@ def _link_sentence(plan: Plan) -> str:
         sum(span.seconds for span in stage.spans if span.kind == "copy out") / (_end(stage, None) or 1.0)
         for stage in plan.simulation.stages
     )
-    waits = f"compute waited {format_seconds(stalled)} for copies" if stalled else "compute never waited for a copy"
+    waits = f"compute waited {format_seconds(stalled)} for copies" if stalled else "no stalls"
     return (
         f"{copies - late} of {copies} copies back were there when the computation needed them; {waits}."
         f" The busiest link is sending in {busiest:.0%} of the time."

@@ -18,10 +18,12 @@ from lowtide.report.words import (
     held_by_decision,
     layout,
     peak_sentence,
+    policy_snippet,
     recommended,
     shares_by_kind,
     shares_by_operator,
     shown_options,
+    speed,
 )
 from lowtide.units import format_bytes, format_seconds
 
@@ -33,12 +35,15 @@ _LARGEST = 6
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print whether it fits, and what the plan does in a step."""
+    stages = plan.simulation.stages
     _print_headline(plan, console)
     _print_stages(plan, console)
     held = held_by_decision(plan)
     if any(held):
         parts = [f"{name} {format_bytes(size)}" for name, size in held._asdict().items() if size]
         console.print(f"of a micro-batch's activations: {', '.join(parts)}", soft_wrap=True)
+    if any(stage.moved for stage in stages) and not any(stage.stall for stage in stages):
+        console.print("no stalls: what is swapped is reloaded before it is needed", soft_wrap=True)
     if plan.feasible:
         console.print(
             f"no policy that fits can be more than {_gap(plan)} faster, by the solver's model", soft_wrap=True
@@ -68,6 +73,12 @@ def explanation_as_json(plan: Plan) -> dict[str, Any]:
     return {
         "headline": headline(plan),
         "fits": plan.feasible,
+        "model": plan.model,
+        "device": plan.device,
+        "pipeline": plan.pipeline.as_json(),
+        "workload": plan.workload.as_json(),
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
         "budget": plan.budget,
         "least": plan.least,
         "reserved": plan.simulation.reserved,
@@ -102,6 +113,8 @@ def explanation_as_json(plan: Plan) -> dict[str, Any]:
 def _print_headline(plan: Plan, console: Console) -> None:
     console.print(Text(headline(plan), style="bold green" if plan.feasible else "bold red"), soft_wrap=True)
     console.print(Text(layout(plan), style="dim"), soft_wrap=True)
+    if fast := speed(plan):
+        console.print(Text(fast, style="dim"), soft_wrap=True)
 
 
 def _print_stages(plan: Plan, console: Console) -> None:
@@ -133,7 +146,7 @@ def _print_stages(plan: Plan, console: Console) -> None:
         table.add_row(*([format_layers(which)] if len(stages) > 1 else []), *cells)
     console.print(table)
     if len(stages) > 1:
-        console.print(f"the busiest stage waits for others in {plan.simulation.bubble:.1%} of the step")
+        console.print(f"pipeline bubble {plan.simulation.bubble:.1%} of the step, on the busiest stage")
 
 
 def _print_shares(plan: Plan, console: Console) -> None:
@@ -158,8 +171,8 @@ def _print_shares(plan: Plan, console: Console) -> None:
 
 def _options(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "reserved", "the budget", "step", "the plan", "how"):
-        table.add_column(name, justify="left" if name in ("", "how") else "right", no_wrap=name != "how")
+    for name in ("", "reserved", "the budget", "step", "the plan", "option"):
+        table.add_column(name, justify="left" if name in ("", "option") else "right", no_wrap=name != "option")
     best = recommended(plan)
     for option in shown_options(plan):
         table.add_row(*_option(option, plan, best), style="bold" if option is best else "")
@@ -171,7 +184,8 @@ def _option(option: Option, plan: Plan, best: Option | None) -> Iterator[str]:
     spare = plan.budget - simulation.reserved
     yield "->" if option is best else ""
     yield format_bytes(simulation.reserved)
-    yield f"{format_bytes(spare)} free" if spare >= 0 else f"{format_bytes(-spare)} over"
+    against = f"{format_bytes(spare)} free" if spare >= 0 else f"{format_bytes(-spare)} over"
+    yield against if plan.bounded else "none"
     yield format_seconds(simulation.seconds)
     yield f"{simulation.seconds / plan.simulation.seconds - 1:+.1%}" if plan.simulation.seconds else ""
     yield option.name
@@ -197,12 +211,11 @@ def _print_advice(plan: Plan, console: Console) -> None:
         for line in best.how.splitlines():
             console.print(Text(f"    {line}"), soft_wrap=True)
         return
-    console.print(
-        "  as a Policy: `lowtide plan … -o policy.json`, then `lowtide.apply(model, Policy.from_json(text))`",
-        soft_wrap=True,
-    )
+    console.print("  in Python (`lowtide plan … -o policy.json` writes the file):", soft_wrap=True)
+    for line in policy_snippet().splitlines():
+        console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
     if plan.yaml:
-        console.print("  as YAML (`lowtide plan … --yaml out.yaml` writes it):")
+        console.print("  as MindSpore YAML (`lowtide plan … --yaml out.yaml` writes it):")
         for line in plan.yaml.rstrip().splitlines():
             console.print(Text(f"    {line}", style="cyan"), soft_wrap=True)
 

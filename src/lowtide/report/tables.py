@@ -44,16 +44,21 @@ def key_figures(plan: Plan) -> str:
         (
             "Reserved memory",
             format_bytes(plan.simulation.reserved),
-            f"{format_bytes(abs(spare))} {'under' if spare >= 0 else 'over'} the budget",
+            f"{format_bytes(abs(spare))} {'under' if spare >= 0 else 'over'} the budget" if plan.bounded else "",
         ),
         ("Step", format_seconds(step), f"at most {max(plan.gap, 0):.2%} from the best" if plan.feasible else ""),
         ("Recompute", format_seconds(again) if again else "none", f"{_share(again, step)} of the step{most}"),
     ]
+    if plan.tokens_per_second is not None:
+        each = f"{plan.tokens_per_second / max(plan.workload.devices, 1):,.0f} a device"
+        rows.append(("Tokens a second", f"{plan.tokens_per_second:,.0f}", each if plan.workload.devices > 1 else ""))
+    if plan.mfu is not None:
+        rows.append(("MFU", f"{plan.mfu:.1%}", f"of the peak in {plan.workload.compute_dtype}"))
     if moved:
         on_time = f", {(len(copies) - late) / len(copies):.0%} of copies back in time" if copies else ""
         rows.append(("Swapped in a step", format_bytes(moved), f"{format_bytes(host)} on the host at most{on_time}"))
-        waits = format_seconds(stall) if stall else "none"
-        rows.append(("Waiting for copies", waits, f"{_share(stall, step)} of the step{most}"))
+        stalled = (format_seconds(stall), f"{_share(stall, step)} of the step{most}")
+        rows.append(("Waiting for copies", *(stalled if stall else ("no stalls", ""))))
     if len(stages) > 1:
         rows.append(("Pipeline bubble", f"{plan.simulation.bubble:.1%}", "of the step, on the busiest stage"))
     return _figures(rows)
@@ -69,7 +74,7 @@ def run_figures(run: Run) -> str:
         ("Step", format_seconds(run.seconds) if run.seconds is not None else "", "measured, the median"),
         ("Swapped", format_bytes(moved) if moved else "", steps),
         ("Recompute", format_seconds(again) if again else "", steps),
-        ("Waiting for copies", (format_seconds(stall) if stall else "none") if run.settings else "", steps),
+        ("Waiting for copies", (format_seconds(stall) if stall else "no stalls") if run.settings else "", steps),
     ]
     return _figures([row for row in rows if row[1]])
 
@@ -124,6 +129,7 @@ def options_table(plan: Plan) -> str:
 def _option(option: Option, plan: Plan, best: bool) -> str:
     spare = plan.budget - option.simulation.reserved
     against = f"{format_bytes(spare)} free" if spare >= 0 else f'<span class="over">{format_bytes(-spare)} over</span>'
+    against = against if plan.bounded else "none"
     how = f"<small>write: {escape(option.how)}</small>" if option.how else ""
     name = f"<span>{escape(option.name)}</span>{how}"
     mark = ' class="best"' if best else ""
@@ -150,7 +156,7 @@ def shares_table(plan: Plan) -> str:
     rest = sum(row[3] for row in rows[_LARGEST:])
     if rest:
         body += _share_row("", f"{len(rows) - _LARGEST} smaller", "", rest, rest / largest, stage.peak)
-    head = _head(("what", ""), ("layers", "wide"), ("bytes", "number"), ("of the peak", "number"), ("", ""))
+    head = _head(("what", ""), ("layers", "wide"), ("bytes", "number"), ("of the peak", "number"), ("", "wide"))
     return f'<div class="scroll"><table>{head}{body}</table></div>'
 
 
@@ -160,7 +166,8 @@ def _share_row(what: str, operator: str, layers: str, size: int, length: float, 
     track = f'<span class="track"><i class="{colour}" style="width:{min(length, 1):.1%}"></i></span>'
     return (
         f'<tr><td>{escape(operator)}{kind}</td><td class="wide">{escape(layers)}</td>'
-        f'<td class="number">{format_bytes(size)}</td><td class="number">{size / peak:.1%}</td><td>{track}</td></tr>'
+        f'<td class="number">{format_bytes(size)}</td><td class="number">{size / peak:.1%}</td>'
+        f'<td class="wide">{track}</td></tr>'
     )
 
 

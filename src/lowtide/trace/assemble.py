@@ -63,10 +63,20 @@ def assemble(
         optimizer=cut.optimizer(),
         layout=layout,
         batch=batch,
+        dtype=_dtype(model),
+        optimizer_name=" and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)),
         device=backward.device,
         measured=seconds is not None,
         frees_boundaries=torch.__version__ >= "2.15",
     )
+
+
+def _dtype(model: nn.Module) -> str:
+    """What most parameters are stored in."""
+    sizes = Counter[str]()
+    for parameter in model.parameters():
+        sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default="")
 
 
 def _typical(parts: Sequence[Part]) -> Part:

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -18,13 +19,15 @@ from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import TraceError
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.checkpointing import checkpointing_off
-from lowtide.operators.layers import find_layers
+from lowtide.operators.layers import find_layers, other_stacks
 from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
 from lowtide.trace.in_place import change_in_place
+from lowtide.trace.loss import loss_of
 from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import Recorder, imagined
+from lowtide.trace.stacks import uncovered_notes
 from lowtide.trace.trace import Trace
 
 __all__ = ["capture"]
@@ -32,24 +35,26 @@ __all__ = ["capture"]
 
 def capture(
     model: nn.Module,
-    run: Callable[[], Tensor],
+    run: Callable[[], Any],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     layers: str | None = None,
     name: str = "",
     layout: Mapping[str, int] | None = None,
     batch: Mapping[str, int] | None = None,
+    notes: Sequence[str] = (),
     rounds: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trace:
-    """The Trace of one micro-batch of ``model``; ``run`` does its forward and returns the loss.
+    """The Trace of one micro-batch of ``model``; ``run`` does its forward and returns the loss, or what has it.
 
     With fake parameters nothing is computed and no memory is taken. On a live device each kernel is timed, ``rounds``
     times, and the median counts. Parameters stay as they are; gradients are gone afterwards. Where an ``optimizer`` is
-    given its step is traced too, which needs fake parameters: real ones would change. Gradient checkpointing that the
-    model has on is off while it is traced, and a warning says so.
+    given its step is traced too, which needs fake parameters: real ones would change. ``batch``, unless given, is read
+    off the first tensor that the model is called with. Gradient checkpointing that the model has on is off while it is
+    traced, and a warning says so.
 
-    ``trace = capture(model, lambda: model(tokens, labels=tokens).loss)``
+    ``trace = capture(model, lambda: model(tokens, labels=tokens))``
     """
     fake = isinstance(_mode_of(model), FakeTensorMode)
     if optimizer is not None and not fake:
@@ -64,7 +69,8 @@ def capture(
                 UserWarning,
                 stacklevel=2,
             )
-        found = survey(model, run, layers=layers)
+        with _first_input(model) as given:
+            found = survey(model, run, layers=layers)
         runs = _Runs(model, run, optimizer, layers)
         progress("recording a step")
         if fake:
@@ -78,7 +84,7 @@ def capture(
             timed = [runs.whole(kept_apart, timed=True) for _ in range(rounds)]
     _check_equal(forward, backward, *timed)
     progress("writing the trace")
-    return assemble(
+    trace = assemble(
         found,
         forward,
         backward,
@@ -87,8 +93,33 @@ def capture(
         optimizers=[optimizer] if optimizer is not None else [],
         name=name or type(model).__name__,
         layout=dict(layout or {}),
-        batch=dict(batch or {}),
+        batch=dict(given if batch is None else batch),
     )
+    stacks = uncovered_notes(found.layers, other_stacks(model, found.layers), trace)
+    return replace(trace, notes=(*notes, *trace.notes, *stacks))
+
+
+@contextmanager
+def _first_input(model: nn.Module) -> Iterator[dict[str, int]]:
+    """The samples and tokens of the first tensor that the model is called with inside this context.
+
+    It has tokens if it has indices of them, or samples of tokens of some width.
+    """
+    batch: dict[str, int] = {}
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shaped = [tensor for tensor in tensors_of([args, kwargs]) if tensor.dim()]
+        if shaped and not batch:
+            shape = shaped[0].shape
+            batch["samples"] = shape[0]
+            if len(shape) == (3 if shaped[0].is_floating_point() else 2):
+                batch["tokens"] = shape[0] * shape[1]
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield batch
+    finally:
+        hook.remove()
 
 
 class _Runs:
@@ -97,11 +128,12 @@ class _Runs:
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[[], Tensor],
+        run: Callable[[], Any],
         optimizer: torch.optim.Optimizer | None,
         layers: str | None,
     ) -> None:
-        self.model, self.run, self.optimizer = model, run, optimizer
+        self.model, self.optimizer = model, optimizer
+        self.run: Callable[[], Tensor] = lambda: loss_of(run())
         self.layers: Sequence[nn.Module] = find_layers(model, layers).modules
         self.device = device_of(model)
 

@@ -42,7 +42,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from lowtide.errors import TraceError
+from lowtide.errors import PlanError, TraceError
+from lowtide.planner.pipeline import Pipeline
 from lowtide.policy import Catalogue, Operator
 
 __all__ = [
@@ -262,7 +263,13 @@ class Trace:
     optimizer: Part = field(default_factory=lambda: Part(name="optimizer"))
     """The optimizer's step, in its ``forward``: what it needs in addition to its states."""
     layout: Mapping[str, int] = field(default_factory=dict)
-    """The ranks it was traced for: ``dp``, ``tp``, ``ep`` and so on; the pipeline is the planner's."""
+    """The ranks it was traced for: ``replicate``, ``shard``, ``tensor`` and ``expert``; empty where it is not known."""
+    pipeline: Pipeline | None = None
+    """The stages and micro-batches that a plan of it is for, unless others are asked for; None for one of each."""
+    dtype: str = ""
+    """What most parameters are stored in."""
+    optimizer_name: str = ""
+    """Whose states and step these are: ``AdamW``."""
     batch: Mapping[str, int] = field(default_factory=dict)
     """``samples`` and ``tokens`` of a micro-batch."""
     device: str = "cpu"
@@ -315,13 +322,16 @@ class Trace:
                 after=_part(value["after"]),
                 optimizer=_part(value["optimizer"]),
                 layout=dict(value["layout"]),
+                pipeline=_pipeline(value.get("pipeline")),
+                dtype=value.get("dtype", ""),
+                optimizer_name=value.get("optimizer_name", ""),
                 batch=dict(value["batch"]),
                 device=value["device"],
                 measured=value["measured"],
                 notes=tuple(value["notes"]),
                 frees_boundaries=bool(value.get("frees_boundaries", False)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, PlanError, TypeError, ValueError) as error:
             raise TraceError(f"not a Trace: {type(error).__name__}: {error}") from None
 
     def save(self, file: str | Path) -> None:
@@ -357,6 +367,8 @@ _TUPLES: dict[str, Any] = {
 def _plain(value: Any) -> Any:
     if isinstance(value, Part):
         return _as_json(value)
+    if isinstance(value, Pipeline):
+        return value.as_json()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (tuple, list)):
@@ -366,6 +378,10 @@ def _plain(value: Any) -> Any:
 
 def _as_json(part: Part) -> dict[str, Any]:
     return {one.name: _plain(getattr(part, one.name)) for one in fields(part)}
+
+
+def _pipeline(value: Mapping[str, Any] | None) -> Pipeline | None:
+    return Pipeline.from_json(value) if value is not None else None
 
 
 def _part(value: Mapping[str, Any]) -> Part:

@@ -22,6 +22,7 @@ from lowtide.models.decoder import Decoder
 from lowtide.models.moe import Plan
 from lowtide.models.shape import DecoderShape
 from lowtide.trace.capture import capture
+from lowtide.trace.optimizers import OptimizerName, make_optimizer
 from lowtide.trace.trace import Trace
 from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
@@ -46,13 +47,13 @@ class TracedRank:
     """Tokens of a sample."""
     reshard: bool = True
     """Whether gathered parameters are freed after forward and gathered again in backward."""
+    optimizer: OptimizerName = "adamw"
+    """Whose states and step are traced."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss of logits and labels; None for the runner's own."""
 
 
-def trace_rank(
-    rank: TracedRank, *, name: str = "", optimizer: bool = True, progress: Callable[[str], None] = lambda _: None
-) -> Trace:
+def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], None] = lambda _: None) -> Trace:
     """The Trace of the first rank; of the layers that do the same, the first three and the last are run.
 
     ``trace = trace_rank(TracedRank(shape=find_shape("llama3-8b"), degrees=Degrees(shard=8)))``
@@ -75,14 +76,14 @@ def trace_rank(
             apply_fsdp(model, model.layers.values(), division, meshes)
             _balance(model)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                trace = _captured(model, rank, name, optimizer, progress)
+                trace = _captured(model, rank, name, progress)
         finally:
             make_meshes.cache_clear()
     traced = dict(zip(chosen, trace.layers, strict=True))
     return replace(trace, layers=tuple(traced[layer] for layer in represented_by))
 
 
-def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, progress: Callable[[str], None]) -> Trace:
+def _captured(model: Decoder, rank: TracedRank, name: str, progress: Callable[[str], None]) -> Trace:
     model.to_empty(device="cpu")
     model.tie()
     tokens = torch.zeros(rank.samples, rank.sequence, dtype=torch.long)
@@ -96,7 +97,7 @@ def _captured(model: Decoder, rank: TracedRank, name: str, optimizer: bool, prog
     return capture(
         model,
         run,
-        optimizer=torch.optim.AdamW(_groups(model), fused=True) if optimizer else None,
+        optimizer=make_optimizer(rank.optimizer, _groups(model)),
         name=name or "decoder",
         layout={
             "replicate": degrees.replicate,

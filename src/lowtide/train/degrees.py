@@ -1,0 +1,45 @@
+"""Whether a model can be sharded as a run asks; found before anything is built."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from lowtide.errors import PlanError
+from lowtide.models.shape import DecoderShape
+from lowtide.train.run import Degrees
+
+__all__ = ["check_degrees"]
+
+
+def check_degrees(model: str, shape: DecoderShape, degrees: Degrees, sequence: int) -> None:
+    """PlanError, in the words of the command's options, if the model's heads, experts or tokens do not divide."""
+    tensor, expert, data = degrees.tensor, degrees.expert, degrees.data
+    heads = shape.num_attention_heads
+    if shape.latent is None:
+        heads = gcd(heads, shape.num_key_value_heads)
+    if heads % tensor:
+        groups = "" if shape.latent is not None else f" and {shape.num_key_value_heads} key-value heads"
+        raise PlanError(
+            f"--tp {tensor}: {model} has {shape.num_attention_heads} attention heads{groups}, which tensor parallel"
+            f" splits evenly; possible are {_divisors(heads)}"
+        )
+    if degrees.sequence_parallel and sequence % tensor:
+        raise PlanError(f"--tp {tensor}: samples of {sequence} tokens (--seq) cannot be split evenly over these ranks")
+    if expert == 1:
+        return
+    if shape.experts is None:
+        raise PlanError(f"--ep {expert}: {model} is dense; leave --ep out")
+    if data % expert:
+        raise PlanError(
+            f"--ep {expert}: experts are spread over data-parallel ranks, of which there are {data} (--dp); possible"
+            f" are {_divisors(gcd(data, shape.experts.count))}"
+        )
+    if shape.experts.count % expert:
+        raise PlanError(
+            f"--ep {expert}: {model} has {shape.experts.count} experts a layer, which cannot be spread evenly; possible"
+            f" are {_divisors(gcd(data, shape.experts.count))}"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
