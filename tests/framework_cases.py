@@ -38,7 +38,7 @@ class Job:
     steps: int = 7
     accumulate: int = 1
     evaluate: bool = False
-    """Whether to evaluate, and to generate where the framework does not, after every second step."""
+    """Whether to evaluate after every second step."""
     checkpointing: bool = False
     """Whether the framework's gradient checkpointing, or the model's own, is on beforehand."""
     bf16: bool = False
