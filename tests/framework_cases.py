@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lowtide
 
-__all__ = ["CASES", "Case", "Job", "Trained", "batches", "llama", "on_tide"]
+__all__ = ["CASES", "Case", "Job", "Trained", "batches", "llama", "on_tide", "tight"]
 
 VOCABULARY = 64
 
@@ -38,7 +38,7 @@ class Job:
     steps: int = 7
     accumulate: int = 1
     evaluate: bool = False
-    """Whether to evaluate, and to generate where the framework does not, after every second step."""
+    """Whether to evaluate after every second step."""
     checkpointing: bool = False
     """Whether the framework's gradient checkpointing, or the model's own, is on beforehand."""
     bf16: bool = False
@@ -211,9 +211,10 @@ def _tokenizer() -> Any:
 
 def trl_sft(job: Job) -> Trained:
     """TRL's ``SFTTrainer``."""
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
     from trl import SFTConfig, SFTTrainer
 
+    disable_progress_bars()
     arguments = _arguments(job, SFTConfig, max_length=None)
     data = Dataset.from_dict({"input_ids": [row.tolist() for batch in batches(job) for row in batch]})
     with quiet():
@@ -290,7 +291,6 @@ def accelerate_loop(job: Job) -> Trained:
 def peft_loop(job: Job) -> Trained:
     """LoRA in a plain loop, with ``adapt`` or ``apply``: there is nothing to attach to."""
     from contextlib import nullcontext
-    from dataclasses import replace
 
     model: Any = llama(replace(job, lora=True)).to(job.device).train()
     if job.checkpointing:
@@ -550,3 +550,13 @@ CASES: dict[str, Case] = {
     "deepspeed zero-3": deepspeed_3,
 }
 """By the name of the framework."""
+
+_SMALL = Job(device="tide", layers=6, hidden=64, rows=4, tokens=64, accumulate=2, evaluate=True)
+
+
+def tight(name: str) -> tuple[Job, float]:
+    """A training on the virtual accelerator, and the share of its peak that is a capacity at which it dies.
+
+    TRL computes logits in a buffer of 128 KiB for each token: the model has more layers there, so that this is not all.
+    """
+    return (replace(_SMALL, layers=24, tokens=32), 0.8) if name == "trl" else (_SMALL, 0.6)

@@ -14,14 +14,11 @@ import torch
 from tide.testing import fresh_tide  # noqa: F401
 
 import tide
-from framework_cases import CASES, Case, Job
+from framework_cases import CASES, Case, Job, tight
 from lowtide import LowtideError, Policy, Recompute, Swap
 
 POLICY = Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
 WHOLE = Policy.uniform(default=Recompute())
-ON_TIDE = Job(device="tide", layers=6, hidden=64, rows=4, tokens=64, accumulate=2, evaluate=True)
-SHARES = {"trl": 0.8}
-"""Of what the training takes without lowtide; TRL has one buffer of 31 MiB that cannot be smaller."""
 PACKAGES = {
     "peft": "peft",
     "trl": "trl",
@@ -101,15 +98,16 @@ def test_gradient_checkpointing_that_is_on_beforehand_changes_nothing(name: str,
 def test_a_training_that_dies_without_it_survives(name: str, case: Case, fresh_tide: None) -> None:  # noqa: F811
     if package(name) == "deepspeed":
         pytest.skip("DeepSpeed runs on devices that it knows by name, and on the CPU")
+    job, share = tight(name)
     tide.configure(capacity=1 << 30)
     torch.accelerator.reset_peak_memory_stats()
-    plain = case(ON_TIDE)
-    capacity = int(SHARES.get(name, 0.6) * torch.accelerator.max_memory_allocated())
+    plain = case(job)
+    capacity = int(share * torch.accelerator.max_memory_allocated())
     gc.collect()
     torch.accelerator.empty_cache()
     tide.configure(capacity=capacity)
     with pytest.raises(torch.OutOfMemoryError):
-        case(ON_TIDE)
+        case(job)
     gc.collect()
     torch.accelerator.empty_cache()
-    assert not case(replace(ON_TIDE, attach={})).differs(plain)
+    assert not case(replace(job, attach={})).differs(plain)

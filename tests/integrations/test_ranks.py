@@ -45,6 +45,7 @@ def on_fresh(ranks: Ranks, *args: Any) -> list[Any]:
         ranks.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformers", "accelerate"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_ddp_is_exact_on_both_ranks(name: str, checkpointing: bool, ranks: Ranks) -> None:
