@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import tide  # noqa: F401  registers the device
 from lowtide._torch_private.autocast import AutocastState, autocast_state
 from lowtide._torch_private.backward import backward_node_number, in_forward_mode
 from lowtide._torch_private.collectives import COLLECTIVE_NAMESPACES, finish_collective, group_named
