@@ -36,7 +36,7 @@ class ModelParts:
         counts = [len(one.modules) for one in self._found]
         self.first_layer = self._found[0].modules[0]
         pairs = zip(self.modules, self._found, strict=True)
-        self._checkpointing = [Checkpointing(part, one.modules) for part, one in pairs]
+        self._checkpointing = [Checkpointing(part, one) for part, one in pairs]
         self.pipeline = pipeline or even_pipeline(sum(counts))
         self.chunks = self.pipeline.placement[stage]
         """The layers of each part, by their numbers in the whole model."""

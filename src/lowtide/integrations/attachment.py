@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.errors import PolicyError
 from lowtide.integrations.every_rank import wait_for_every_rank
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from lowtide.runtime.apply import Handle
 
 __all__ = ["Attachment", "Settings", "innermost"]
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,14 @@ own code calls ``torch.utils.checkpoint`` is found only when it runs: see [Note:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowtide._torch_private.checkpointing import CHECKPOINT_FUNCTION, composable_state, is_checkpoint_wrapper
+from lowtide.operators.layers import Layers
 
 __all__ = ["Checkpointing", "checkpointing_off"]
 
@@ -35,23 +36,24 @@ class _Switch(NamedTuple):
 class Checkpointing:
     """The gradient checkpointing of some layers, of what is in them and of what holds them; not of other layers."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self.model, self.layers = model, layers
+    def __init__(self, model: nn.Module, layers: Layers) -> None:
+        path = layers.path.split(".") if layers.path else []
+        holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+        self._holders, self._layers = holders, layers.modules
         self._off: list[_Switch] = []
         """Those that were on and are off now."""
 
     def find(self) -> str:
         """The modules that are checkpointed now, for a message: ``4 LlamaDecoderLayer``; empty if there are none."""
-        counts = Counter(type(switch.module).__name__ for switch in self._switches())
-        return ", ".join(f"{count} {name}" for name, count in counts.items())
+        return _described(self._switches())
 
     def turn_off(self) -> str:
         """Turn it off; the modules that were checkpointed, as :meth:`find` says it."""
-        found = self.find()
-        for switch in self._switches():
+        switches = self._switches()
+        for switch in switches:
             setattr(switch.holder, switch.attribute, switch.off)
-            self._off.append(switch)
-        return found
+        self._off += switches
+        return _described(switches)
 
     def restore(self) -> None:
         """Turn it on again where :meth:`turn_off` turned it off, unless other code has changed it since."""
@@ -61,23 +63,24 @@ class Checkpointing:
         self._off.clear()
 
     def _switches(self) -> list[_Switch]:
-        inside = {id(module) for layer in self.layers for module in layer.modules()}
-        decided = set(map(id, self.layers))
-        around = [module for module in self.model.modules() if id(module) not in inside]
-        holding = [module for module in around if any(id(one) in decided for one in module.modules())]
-        modules = [*holding, *(module for layer in self.layers for module in layer.modules())]
+        modules = [*self._holders, *(module for layer in self._layers for module in layer.modules())]
         unique = {id(module): module for module in modules}.values()
         return [switch for module in unique if (switch := _switch(module)) is not None]
 
 
 @contextmanager
-def checkpointing_off(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[str]:
+def checkpointing_off(model: nn.Module, layers: Layers) -> Iterator[str]:
     """Turn the gradient checkpointing of layers off inside; given is which modules had it."""
     checkpointing = Checkpointing(model, layers)
     try:
         yield checkpointing.turn_off()
     finally:
         checkpointing.restore()
+
+
+def _described(switches: list[_Switch]) -> str:
+    counts = Counter(type(switch.module).__name__ for switch in switches)
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _switch(module: nn.Module) -> _Switch | None:

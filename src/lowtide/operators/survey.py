@@ -54,7 +54,7 @@ def survey(model: nn.Module, run: Callable[[], Any], *, layers: str | None = Non
     >>> len(found.kinds), [operator.name for operator in found.kinds[0].operators]
     (1, ['0', '1'])
     """
-    with checkpointing_off(model, find_layers(model, layers).modules), surveying(model, layers=layers) as seen:
+    with checkpointing_off(model, find_layers(model, layers)), surveying(model, layers=layers) as seen:
         run()
     return seen()
 

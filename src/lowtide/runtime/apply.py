@@ -74,7 +74,7 @@ def apply(
             " of the run of adapt() that has applied it; adapt() takes your own decisions as adapt(policy=...)"
         )
     warn_of_idle_settings(policy)
-    checkpointing = Checkpointing(model, found.modules)
+    checkpointing = Checkpointing(model, found)
     if not disable_checkpointing and (on := checkpointing.find()):
         raise PolicyError(
             f"the model has gradient checkpointing on ({on}), which recomputes whole layers whatever the Policy says;"
@@ -83,6 +83,8 @@ def apply(
         )
     handle = Handle(found, policy, limits or Limits(), checkpointing, verify=verify, allow_unmatched=allow_unmatched)
     try:
+        if disable_checkpointing:
+            checkpointing.turn_off()
         handle.start(profiles or {})
     except BaseException:
         handle.remove()
@@ -133,7 +135,6 @@ class Handle:
         The model is not touched before this.
         """
         _HANDLES.add(self)
-        self.checkpointing.turn_off()
         for follower in self.followers:
             follower.start()
             if self.policy.communication.reshard_after_forward:

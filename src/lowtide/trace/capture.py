@@ -60,7 +60,7 @@ def capture(
     if optimizer is not None and not fake:
         raise TraceError("the optimizer's step would change the parameters: trace it with fake tensors")
     progress("profiling the operators")
-    off = checkpointing_off(model, find_layers(model, layers).modules)
+    off = checkpointing_off(model, find_layers(model, layers))
     with off as checkpointed, _random_restored(), _mode_of(model):
         if checkpointed:
             warnings.warn(
