@@ -95,6 +95,18 @@ def llama(job: Job) -> nn.Module:
     return model
 
 
+def in_training(job: Job) -> Any:
+    """The model on its device, with gradient checkpointing if that is on beforehand."""
+    model: Any = llama(job).to(job.device).train()
+    if job.checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+
+
 def batches(job: Job) -> list[Tensor]:
     """As many micro-batches as the training takes."""
     generator = torch.Generator().manual_seed(2)
@@ -255,10 +267,8 @@ def accelerate_loop(job: Job) -> Trained:
         cpu=True, gradient_accumulation_steps=job.accumulate, mixed_precision="bf16" if job.bf16 else "no"
     )
     attachment = attached(job, accelerator)
-    model: Any = llama(job).to(job.device).train()
-    if job.checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer: Any = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    model: Any = in_training(job)
+    optimizer: Any = optimizer_of(model)
     inner = model
     model, optimizer = accelerator.prepare(model, optimizer)
     if job.resume is not None:
@@ -296,7 +306,7 @@ def peft_loop(job: Job) -> Trained:
     if job.checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = optimizer_of(model)
     if job.resume is not None:
         found = torch.load(job.resume / "state.pt", weights_only=False)
         model.load_state_dict(found["model"])
@@ -366,7 +376,7 @@ def _lightning_module(job: Job, *, manual: bool) -> Any:
             self.model(input_ids=batch[0], labels=batch[0])
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+            return optimizer_of(self)
 
     return Module()
 
@@ -443,10 +453,8 @@ def fabric_loop(job: Job) -> Trained:
         )
     fabric.launch()
     attachment = attached(job, fabric)
-    model: Any = llama(job).to(job.device).train()
-    if job.checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer: Any = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    model: Any = in_training(job)
+    optimizer: Any = optimizer_of(model)
     inner = model
     model, optimizer = fabric.setup(model, optimizer)
     if job.resume is not None:
@@ -485,7 +493,7 @@ def _deepspeed(job: Job, stage: int) -> Trained:
     model: Any = llama(job).train()
     if job.checkpointing:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = optimizer_of(model)
     settings = {
         "train_micro_batch_size_per_gpu": job.rows,
         "gradient_accumulation_steps": job.accumulate,

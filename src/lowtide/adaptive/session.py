@@ -58,7 +58,7 @@ from lowtide.planner.plan import Plan
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 
-__all__ = ["Adaptive"]
+__all__ = ["Adaptive", "runs_of"]
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -145,7 +145,7 @@ class Adaptive:
         """Whether an allocation failed in the step that has just ended."""
         self._compact = False
         """Whether to compact memory when the next step's first forward begins."""
-        replaced = [other for other in _RUNS if not _objects(other).isdisjoint(_objects(self))]
+        replaced = runs_of(*self.model.modules, *self.optimizers)
         for other in replaced:
             other.remove()
         if replaced:
@@ -520,6 +520,13 @@ def _refuse_transforms(error: BaseException) -> None:
             "a step computes gradients by torch.func, which allows no saved-tensor hooks, and adapt() has some on while"
             " it measures and where memory is short; compute them by torch.autograd, or use lowtide.apply with a Policy"
         ) from error
+
+
+def runs_of(*objects: nn.Module | Optimizer) -> list[Adaptive]:
+    """The runs that were not removed and have one of these models, or a part of it, or one of these optimizers."""
+    modules = [module for one in objects if isinstance(one, nn.Module) for module in one.modules()]
+    mine = {id(one) for one in (*objects, *modules)}
+    return [run for run in _RUNS if not mine.isdisjoint(_objects(run))]
 
 
 def _objects(run: Adaptive) -> set[int]:

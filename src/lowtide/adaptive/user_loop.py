@@ -76,6 +76,11 @@ class UserLoop:
             self._hooks.append(optimizer.register_step_post_hook(self._optimizer_ends))
         self._hooks.append(register_optimizer_step_post_hook(partial(_any_optimizer_ends, ref(self))))
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step of the user's loop runs."""
+        return self._running is not None
+
     @contextmanager
     def whole_step(self) -> Iterator[None]:
         """Around a step that is passed to the run as a function: calls and optimizers neither begin nor end it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 __all__ = ["run"]
 
@@ -13,8 +14,10 @@ def run() -> None:
     # A check ends before there is garbage to speak of, and the collector's passes over freshly imported modules are
     # a tenth of its time. A command that runs long turns it on again.
     gc.disable()
-    # Looking through every installed distribution for pydantic plugins takes longer than reading a file.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
+    # Looking through every installed distribution for pydantic plugins takes longer than reading a file. A script that
+    # is run may need its own.
+    if sys.argv[1:2] != ["run"]:
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     from lowtide.cli.main import app
 
     app()

@@ -12,6 +12,7 @@ from lowtide.cli.explain import explain
 from lowtide.cli.operators import operators
 from lowtide.cli.plan import plan
 from lowtide.cli.report import report
+from lowtide.cli.run import run
 from lowtide.cli.schema import schema
 from lowtide.cli.selftest import selftest
 from lowtide.cli.train import train
@@ -35,6 +36,7 @@ app.command()(explain)
 app.command()(operators)
 app.command()(plan)
 app.command()(report)
+app.command(context_settings={"allow_interspersed_args": False})(run)  # the rest is the script's
 app.command()(schema)
 app.command()(selftest)
 app.command()(train)

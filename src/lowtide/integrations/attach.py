@@ -7,13 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.integrations.attachment import Attachment, Settings
+from lowtide.integrations.attachment import Attachment
+from lowtide.integrations.settings import Settings
 
 if TYPE_CHECKING:
     from lowtide.planner.plan import Plan
     from lowtide.policy import Policy
 
-__all__ = ["attach"]
+__all__ = ["attach", "integration"]
 
 _TARGETS = {
     ("transformers.trainer", "Trainer"): "transformers",
@@ -65,10 +66,11 @@ def attach(
         verbose=verbose,
     )
     settings.check()
-    return _integration(target)(target, Attachment(settings))
+    return integration(target)(target, Attachment(settings))
 
 
-def _integration(target: Any) -> Callable[[Any, Attachment], Attachment]:
+def integration(target: Any) -> Callable[[Any, Attachment], Attachment]:
+    """What attaches to an object of this class. TypeError if nothing does."""
     for kind in type(target).__mro__:
         if file := _TARGETS.get((kind.__module__, kind.__qualname__)):
             found: Callable[[Any, Attachment], Attachment] = import_module(f"lowtide.integrations.{file}").attach

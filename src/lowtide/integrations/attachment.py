@@ -1,69 +1,54 @@
-"""What was attached to a framework's loop: the settings, the run or the Policy at work, and how to remove it."""
+"""What was attached to a framework's loop: the run or the Policy at work, and how to remove it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.errors import PolicyError
 from lowtide.integrations.every_rank import wait_for_every_rank
+from lowtide.integrations.settings import Settings
+from lowtide.operators.layers import Layers, find_layers
+from lowtide.runtime.compiled import has_compiled
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.amp import GradScaler
 
     from lowtide.adaptive.session import Adaptive
-    from lowtide.planner.plan import Plan
-    from lowtide.policy import Policy
     from lowtide.runtime.apply import Handle
 
-__all__ = ["Attachment", "Settings", "innermost"]
+__all__ = ["Attachment", "Observer", "innermost"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to do: apply a Policy, or adapt."""
+_MARK = "_replaced_by_lowtide"
 
-    policy: Policy | Plan | str | Path | None = None
-    """The Policy to apply; None: adapt. The others but ``layers`` are those of :func:`lowtide.adapt`."""
-    budget: int | str = "auto"
-    profiling_steps: int | None = None
-    rescue: bool = True
-    watch: Literal["suspicion", "always"] = "suspicion"
-    swap: bool = True
-    layers: str | None = None
-    directory: str | Path | None = None
-    verbose: bool = True
 
-    def check(self) -> None:
-        """PolicyError where a fixed Policy is given together with settings of the adaptive mode."""
-        if self.policy is None:
-            return
-        plain = Settings(policy=self.policy, layers=self.layers, verbose=self.verbose)
-        given = [one.name for one in fields(self) if getattr(self, one.name) != getattr(plain, one.name)]
-        if given:
-            raise PolicyError(
-                f"attach(policy=…) applies that Policy and measures nothing, so {', '.join(given)} would have no"
-                " effect; leave out one or the other"
-            )
+class Observer(Protocol):
+    """Notified of what came of an attachment; with one, nothing that cannot be attached to ends the training."""
+
+    def attached(self, attachment: Attachment, model: nn.Module, layers: Layers) -> None:
+        """Its run has begun, or its Policy was applied."""
+
+    def refused(self, error: Exception) -> None:
+        """The training goes on without lowtide."""
 
 
 class Attachment:
     """lowtide inside a framework's loop; :func:`lowtide.attach` makes one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, observer: Observer | None = None) -> None:
         self.settings = settings
+        self.observer = observer
         self.runs: list[Adaptive] = []
         """The adaptive runs, one for each model that is trained, from the first step on; they stay here afterwards."""
         self.handle: Handle | None = None
         """The Policy at work, once the framework has a model; it stays here afterwards."""
         self._active = ExitStack()
         """What is on while the framework trains."""
-        self._is_training = False
+        self._is_training = self._refused = False
         self._overrides: list[Callable[[], None]] = []
 
     # What an integration calls.
@@ -72,7 +57,11 @@ class Attachment:
         """Replace a method of one object, until this is removed; ``make`` is given the original."""
         original = getattr(owner, name)
         present, before = name in vars(owner), vars(owner).get(name)
-        setattr(owner, name, functools.wraps(original)(make(original)))
+        if _MARK in getattr(before, "__dict__", {}):
+            raise PolicyError(f"lowtide is attached to this {type(owner).__name__} already; call remove() of it first")
+        replacement = functools.wraps(original)(make(original))
+        vars(replacement)[_MARK] = True
+        setattr(owner, name, replacement)
 
         def restore() -> None:
             if present:
@@ -84,13 +73,34 @@ class Attachment:
 
     def apply_policy(self, model: nn.Module) -> None:
         """Apply the Policy, if there is one, to a model that is not sharded or wrapped yet."""
-        if self.settings.policy is None or self.handle is not None:
+        policy = self.settings.policy
+        if policy is None or self.handle is not None or self._refused:
             return
         from lowtide.runtime.apply import apply
 
-        wait_for_every_rank("apply")
-        handle = apply(model, self.settings.policy, layers=self.settings.layers, disable_checkpointing=True)
-        self.handle = self._active.enter_context(handle)
+        def begin() -> None:
+            wait_for_every_rank("apply")
+            handle = apply(model, policy, layers=self.settings.layers, disable_checkpointing=True)
+            self.handle = self._active.enter_context(handle)
+            if self.observer is not None:
+                self.observer.attached(self, model, handle.layers)
+
+        self._attempt(begin)
+
+    def begin(self, adapt: Callable[[], object]) -> Adaptive | None:
+        """The run, which ``adapt`` begins at the first call; None with a Policy, or where it was refused."""
+        if self.settings.policy is None and not self.runs and not self._refused:
+            self._attempt(adapt)
+        return self.run
+
+    def _attempt(self, begin: Callable[[], object]) -> None:
+        try:
+            begin()
+        except Exception as error:
+            if self.observer is None:
+                raise
+            self._refused = True
+            self.observer.refused(error)
 
     def adapt(
         self,
@@ -111,6 +121,11 @@ class Attachment:
             return None
         from lowtide.api import adapt
 
+        if self.observer is not None and has_compiled(model):  # it would be refused in a step, which ends the script
+            raise PolicyError(
+                f"{type(model).__name__} is compiled, where single operators cannot be decided; run it eagerly, or with"
+                " a Policy that recomputes or swaps whole layers"
+            )
         wait_for_every_rank("adapt")
         run = adapt(
             model,
@@ -130,14 +145,15 @@ class Attachment:
         else:
             self._active.callback(run.remove)
         self.runs.append(run)
+        if self.observer is not None:
+            self.observer.attached(self, model, find_layers(model, run.model.layers))
         return run
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around the framework's training: when it ends, the model and its optimizers are restored."""
-        self.stop()
-        self.runs, self.handle = [], None
-        self._is_training = True
+        self.release()
+        self._is_training, self._refused = True, False
         try:
             with self._active:
                 yield
@@ -160,6 +176,11 @@ class Attachment:
         """Restore the model and its optimizers; the next training begins again."""
         active, self._active = self._active, ExitStack()
         active.close()
+
+    def release(self) -> None:
+        """Restore the model and its optimizers, and hold neither any longer."""
+        self.stop()
+        self.runs, self.handle = [], None
 
     def remove(self) -> None:
         """Restore everything: the model, its optimizers and the framework's object."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.adaptive.session import Adaptive
 from lowtide.errors import PolicyError
 from lowtide.integrations.attachment import Attachment
 from lowtide.operators.layers import find_layers
@@ -49,21 +50,23 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
         )
     called: list[_TrainingStep] = []
 
-    def begin() -> None:
+    def adapt() -> None:
         """Begin an adaptive run; the strategy has the final model and optimizers now."""
-        attachment.check_order("trainer.fit(...)")
-        if attachment.run is not None or attachment.settings.policy is not None:
-            return
         module, layers = trainer.lightning_module, attachment.settings.layers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if module.automatic_optimization:
-            called[:] = [_TrainingStep(module, training_step)]
             path = f"module.{find_layers(module, layers).path}".rstrip(".")
-            attachment.adapt(called[0], trainer.optimizers, scaler, layers=path)
+            step = _TrainingStep(module, training_step)
+            attachment.adapt(step, trainer.optimizers, scaler, layers=path)
+            called[:] = [step]
         else:
             path, *inner = find_layers(module, layers).path.split(".")
             model = module.get_submodule(path) if inner else module
             attachment.adapt(model, trainer.optimizers, scaler, layers=".".join(inner) or layers)
+
+    def begin() -> Adaptive | None:
+        attachment.check_order("trainer.fit(...)")
+        return attachment.begin(adapt)
 
     def around_fit(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_all(*args: Any, **kwargs: Any) -> Any:
@@ -90,9 +93,9 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
 
     def closure_as_a_part(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_closure(*args: Any, **kwargs: Any) -> Any:
-            begin()
+            run = begin()
             closure = make(*args, **kwargs)
-            if (run := attachment.run) is not None:
+            if run is not None:
                 last = not trainer.fit_loop._should_accumulate()
                 part = _Part(trainer, closure.closure, accumulates=not last)
                 closure.closure = lambda: run.part(part, last=last)
@@ -102,8 +105,7 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
 
     def step_as_a_part(advance: Callable[..., Any]) -> Callable[..., Any]:
         def advance_one(kwargs: Any) -> Any:
-            begin()
-            if (run := attachment.run) is None:
+            if (run := begin()) is None:
                 return advance(kwargs)
             return run.part(_Part(trainer, lambda: advance(kwargs)))
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.adaptive.session import Adaptive
 from lowtide.errors import ModelError, PolicyError, RescueError
 from lowtide.integrations.attachment import Attachment
 from lowtide.integrations.deepspeed import adapt_engine, is_engine
@@ -65,11 +64,9 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
     def as_a_part(step: Callable[..., Any]) -> Callable[..., Any]:
         def training_step(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             attachment.check_order("trainer.train()")
-            if attachment.settings.policy is not None:
-                return step(model, *args, **kwargs)
-            run = attachment.run
+            run = attachment.begin(lambda: _begin(trainer, model, attachment))
             if run is None:
-                run = _begin(trainer, model, attachment)
+                return step(model, *args, **kwargs)
             part = _Part(trainer, model, lambda: step(model, *args, **kwargs))
             return run.part(part, last=trainer.accelerator.sync_gradients)
 
@@ -84,14 +81,12 @@ def attach(trainer: Any, attachment: Attachment) -> Attachment:
     return attachment
 
 
-def _begin(trainer: Any, model: nn.Module, attachment: Attachment) -> Adaptive:
+def _begin(trainer: Any, model: nn.Module, attachment: Attachment) -> None:
     accelerator = trainer.accelerator
     if is_engine(model):
-        run = adapt_engine(model, attachment)
+        adapt_engine(model, attachment)
     else:
-        run = attachment.adapt(accelerator.unwrap_model(model), [trainer.optimizer], accelerator.scaler)
-    assert run is not None  # there is no Policy
-    return run
+        attachment.adapt(accelerator.unwrap_model(model), [trainer.optimizer], accelerator.scaler)
 
 
 class _Part:
