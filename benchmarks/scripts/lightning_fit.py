@@ -50,6 +50,7 @@ trainer = lightning.Trainer(
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
+    enable_model_summary=False,
 )
 trainer.fit(module, loader)
 torch.save({"losses": module.losses, "model": module.state_dict()}, sys.argv[1])

@@ -106,7 +106,8 @@ class Profiling:
             trace = self.ranks.trace([one.trace(of=steps) for one in self.profilers], self.model.pipeline)
             self.lengths.add(chosen, trace)
             words = f" with batches of {format_shape(chosen)}" if chosen else ""
-            self.journal.note(number, "measured", f"a step{words} was measured: {len(trace.parts)} kinds of layers")
+            kinds = f"{len(trace.parts)} kind{'s' * (len(trace.parts) > 1)} of layers"
+            self.journal.note(number, "measured", f"a step{words} was measured: {kinds}")
             self.journal.measured(trace)
             if len(self.lengths.traces) == 1:
                 for text in self.model.uncovered(trace):
