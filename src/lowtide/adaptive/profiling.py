@@ -106,8 +106,8 @@ class Profiling:
             trace = self.ranks.trace([one.trace(of=steps) for one in self.profilers], self.model.pipeline)
             self.lengths.add(chosen, trace)
             words = f" with batches of {format_shape(chosen)}" if chosen else ""
-            kinds = f"{len(trace.parts)} kind{'s' * (len(trace.parts) > 1)} of layers"
-            self.journal.note(number, "measured", f"a step{words} was measured: {kinds}")
+            parts = f"{len(trace.parts)} kind{'s' * (len(trace.parts) > 1)} of layers"
+            self.journal.note(number, "measured", f"a step{words} was measured: {parts}")
             self.journal.measured(trace)
             if len(self.lengths.traces) == 1:
                 for text in self.model.uncovered(trace):
