@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,15 +29,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 import tide  # noqa: F401  results are saved on its device
 
-HERE = Path(__file__).resolve().parent
-DEVICE = HERE.parent / "tests" / "virtual_device"
-LARGE = 1 << 30
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from script_cases import LARGE, SCRIPTS, Ended, same, start
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Script:
     has_layers: bool = True
 
 
-SCRIPTS = (
+CASES = (
     Script("plain loop", "plain_loop.py"),
     Script("nanoGPT-like", "nanogpt.py", 0.6),
     Script("GAN", "gan.py"),
@@ -72,58 +69,21 @@ SCRIPTS = (
 QUICK = ("plain loop", "GAN", "no repeated layers")
 
 
-@dataclass
-class Ended:
-    """How a run of a script ended."""
-
-    code: int
-    peak: int
-    results: Any
-    attached: int
-    error: str
-
-    @property
-    def died(self) -> bool:
-        return self.code != 0 and "OutOfMemoryError" in self.error
-
-
-def run(script: Script, capacity: int, folder: Path, *, under: bool) -> Ended:
+def run(script: Script, folder: Path, capacity: int, *, under: bool) -> Ended:
     """Run a script once, alone or under ``lowtide run``."""
-    out, peak = folder / "out.pt", folder / "peak"
-    for file in (out, peak):
-        file.unlink(missing_ok=True)
-    command = [sys.executable]
-    if script.ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(script.ranks)]
-    if under:
-        command += ["-m", "lowtide", "run", "--quiet", "--json"]
-    command += [str(HERE / "scripts" / script.file), str(out), *script.arguments]
-    device = {"TIDE_CAPACITY": str(capacity), "TIDE_PEAK": str(peak), "ACCELERATE_TORCH_DEVICE": "tide"}
-    environment = os.environ | device | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path_with(DEVICE)}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    lines = [line for line in found.stdout.splitlines() if line.startswith('{"attached"')]
-    return Ended(
-        found.returncode,
-        int(peak.read_text()) if peak.exists() else 0,
-        torch.load(out, map_location="cpu", weights_only=False) if out.exists() else None,
-        len(json.loads(lines[-1])["attached"]) if lines else 0,
-        found.stderr,
+    return start(
+        SCRIPTS / script.file,
+        *script.arguments,
+        folder=folder,
+        under=["--quiet", "--json"] if under else None,
+        capacity=capacity,
+        ranks=script.ranks,
+        environment={"TIDE_PEAK": str(folder / "peak")},
     )
 
 
-def path_with(folder: Path) -> str:
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two results are bitwise the same."""
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and torch.equal(left, right)
-    if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list):
-        return isinstance(right, list) and len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+def died(ended: Ended) -> bool:
+    return ended.code != 0 and "OutOfMemoryError" in ended.error
 
 
 def measure(script: Script) -> dict[str, Any]:
@@ -131,26 +91,28 @@ def measure(script: Script) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone = run(script, LARGE, folder, under=False)
+        alone = run(script, folder, LARGE, under=False)
         if alone.code:
             raise RuntimeError(f"{script.file} fails alone: {alone.error[-2000:]}")
-        capacity = int(script.share * alone.peak)
-        tight = run(script, capacity, folder, under=False)
-        large = run(script, LARGE, folder, under=True)
-        under = run(script, capacity, folder, under=True)
-    unbroken = large.code == 0 and same(large.results, alone.results)
-    ends_well = under.code == 0 and same(under.results, alone.results)
+        peak = int((folder / "peak").read_text())
+        capacity = int(script.share * peak)
+        tight = run(script, folder, capacity, under=False)
+        large = run(script, folder, LARGE, under=True)
+        under = run(script, folder, capacity, under=True)
+        unbroken = large.code == 0 and same(large.results, alone.results)
+        ends_well = under.code == 0 and same(under.results, alone.results)
+    models = len(json.loads(large.output.splitlines()[-1])["attached"]) if large.code == 0 else 0
     failed = large.error if not unbroken else under.error if under.code and script.has_layers else ""
     return {
         "name": script.name,
-        "peak": alone.peak,
+        "peak": peak,
         "capacity": capacity,
-        "dies_alone": tight.died,
-        "attached": large.attached > 0,
-        "models": large.attached,
-        "survived": tight.died and ends_well,
+        "dies_alone": died(tight),
+        "attached": models > 0,
+        "models": models,
+        "survived": died(tight) and ends_well,
         "bitwise": unbroken and (ends_well or under.code != 0),
-        "broken": not unbroken or (under.code == 0 and not ends_well) or (under.code != 0 and not under.died),
+        "broken": not unbroken or (under.code == 0 and not ends_well) or (under.code != 0 and not died(under)),
         "seconds": round(time.monotonic() - begun, 1),
         "error": failed[-1500:],
     }
@@ -180,7 +142,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="three scripts")
     arguments = parser.parse_args()
-    wanted = [one for one in SCRIPTS if not arguments.quick or one.name in QUICK]
+    wanted = [one for one in CASES if not arguments.quick or one.name in QUICK]
     absent = [one.name for one in wanted if one.needs and find_spec(one.needs) is None]
     with ThreadPoolExecutor(2) as pool:
         rows = []

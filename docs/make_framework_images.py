@@ -17,9 +17,10 @@ from typing import NamedTuple
 from make_images import IMAGES, console, save
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "benchmarks" / "scripts"
-DEVICE = ROOT / "tests" / "virtual_device"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from script_cases import SCRIPTS, on_tide
+
 LINES = 22
 """The most lines that are shown of what a script prints."""
 
@@ -45,10 +46,8 @@ RECORDINGS = (
 
 def run(command: list[str], folder: Path, capacity: float) -> list[str]:
     """What a command prints, as a terminal shows it."""
-    environment = os.environ | {
-        "TIDE_CAPACITY": str(int(capacity * 2**20)),
-        "ACCELERATE_TORCH_DEVICE": "tide",
-        "PYTHONPATH": str(DEVICE),
+    environment = os.environ | on_tide(int(capacity * 2**20))
+    environment |= {
         "PYTHONWARNINGS": "ignore",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,64 +11,7 @@ import torch
 from lowtide import Policy, Recompute
 from lowtide.integrations.discovery import Discovery
 from lowtide.integrations.settings import Settings
-
-TESTS = Path(__file__).resolve().parents[1]
-SCRIPTS = TESTS.parent / "benchmarks" / "scripts"
-LARGE = 1 << 30
-
-
-@dataclass
-class Ended:
-    code: int
-    output: str
-    error: str
-    out: Path
-
-    @property
-    def results(self) -> Any:
-        return torch.load(self.out, map_location="cpu", weights_only=False)
-
-    @property
-    def said(self) -> list[str]:
-        return [line for line in self.error.splitlines() if line.startswith("lowtide: ")]
-
-
-def start(
-    script: Path,
-    *arguments: str,
-    folder: Path,
-    under: list[str] | None = None,
-    capacity: int = LARGE,
-    ranks: int = 0,
-    device: bool = True,
-) -> Ended:
-    """Run a script alone, or under ``lowtide run`` with options."""
-    out = folder / f"out-{'alone' if under is None else 'under'}-{capacity}.pt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, *([] if under is None else ["-m", "lowtide", "run", *under])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if device:
-        environment |= {"TIDE_CAPACITY": str(capacity), "PYTHONPATH": str(TESTS / "virtual_device")}
-    ended = subprocess.run(
-        [*command, str(script), str(out), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=folder,
-    )
-    return Ended(ended.returncode, ended.stdout, ended.stderr, out)
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+from script_cases import SCRIPTS, same, start
 
 
 def written(folder: Path, text: str) -> Path:

@@ -80,10 +80,10 @@ def run(
             f"there is no script {script}; a module is run with -m, as in `lowtide run -m {script}`"
         )
     settings = _settings(budget, policy, report, layers, swap=swap, verbose=not quiet)
-    from lowtide.integrations.script import run_script
+    from lowtide.integrations.script import is_first_rank, run_script
 
     outcome = run_script(script, arguments or [], settings, module=module)
-    if as_json:
+    if as_json and is_first_rank():
         import json
 
         typer.echo(json.dumps(outcome.as_json()))

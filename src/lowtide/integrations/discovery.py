@@ -159,8 +159,8 @@ class Discovery:
             if self._frameworks:  # a training inside a training
                 return original(this, *args, **kwargs)
             self._frameworks += 1
+            attachment = self._new_attachment()
             try:
-                attachment = self._new_attachment()
                 try:
                     integration(this)(this, attachment)
                 except Exception as error:
@@ -168,6 +168,7 @@ class Discovery:
                 with attachment:
                     return original(this, *args, **kwargs)
             finally:
+                attachment.release()  # the script may train other models afterwards
                 self._frameworks -= 1
                 self.look_again()
 
@@ -226,9 +227,10 @@ class Discovery:
             self._look_away()
             return True
         from lowtide.integrations.deepspeed import is_engine
+        from lowtide.integrations.pairs import optimizers_of
 
         engine = is_engine(module)
-        optimizers = [] if engine else self._optimizers_of(module)
+        optimizers = [] if engine else optimizers_of(module, list(self._unpaired.values()))
         if not engine and not optimizers:
             return False
         self._look_away()
@@ -247,14 +249,6 @@ class Discovery:
         except Exception as error:
             self.refused(error)
         return True
-
-    def _optimizers_of(self, module: nn.Module) -> list[Optimizer]:
-        parameters = {id(one) for one in module.parameters()}
-        return [
-            optimizer
-            for optimizer in self._unpaired.values()
-            if any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
-        ]
 
     def _attach(self, module: nn.Module, optimizers: list[Optimizer], attachment: Attachment) -> None:
         from torch import nn

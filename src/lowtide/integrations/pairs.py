@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,7 +12,9 @@ from lowtide.errors import ModelError
 from lowtide.integrations.attachment import Attachment, innermost
 from lowtide.operators.layers import find_layers
 
-__all__ = ["Pairs", "has_layers"]
+__all__ = ["Pairs", "has_layers", "optimizers_of"]
+
+Held = TypeVar("Held")
 
 
 class Pairs:
@@ -30,9 +32,7 @@ class Pairs:
                 self._models.append(model)
         unpaired = list(optimizers)
         for model in list(self._models):
-            parameters = {id(one) for one in model.parameters()}
-            theirs = [one for one in unpaired if not parameters.isdisjoint(_parameters_of(one))]
-            if theirs:
+            if theirs := optimizers_of(model, unpaired):
                 unpaired = [one for one in unpaired if all(one is not its for its in theirs)]
                 self._models = [one for one in self._models if one is not model]
                 self._begin(model, theirs, scaler)
@@ -49,6 +49,16 @@ class Pairs:
             _warn(f"{type(model).__name__} has no layers of one kind, so nothing is measured or planned for it")
 
 
+def optimizers_of(model: nn.Module, optimizers: Iterable[Held]) -> list[Held]:
+    """Those that hold parameters of a model; a framework may have wrapped them."""
+    parameters = {id(one) for one in model.parameters()}
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(one) in parameters for group in innermost(optimizer).param_groups for one in group["params"])
+    ]
+
+
 def has_layers(model: nn.Module, layers: str | None) -> bool:
     """Whether there is something to decide in a model; ModelError if ``layers`` names none."""
     try:
@@ -62,7 +72,3 @@ def has_layers(model: nn.Module, layers: str | None) -> bool:
 
 def _warn(text: str) -> None:
     warnings.warn(f"lowtide: {text}", UserWarning, stacklevel=4)
-
-
-def _parameters_of(optimizer: Any) -> set[int]:
-    return {id(one) for group in innermost(optimizer).param_groups for one in group["params"]}

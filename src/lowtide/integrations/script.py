@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from lowtide.errors import LowtideError
 from lowtide.integrations.discovery import Discovery
 from lowtide.integrations.settings import Settings
 
-__all__ = ["Outcome", "run_script"]
+__all__ = ["Outcome", "is_first_rank", "run_script"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ def _as_program(name: str, arguments: Sequence[str], *, module: bool) -> Iterato
 def _inside(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without what runs the script."""
     inner = trace
-    while inner is not None and inner.tb_frame.f_globals.get("__name__") in (__name__, "runpy", "contextlib"):
-        inner = inner.tb_next
-    while inner is not None and inner.tb_frame.f_code.co_filename == "<frozen runpy>":
+    while inner is not None and inner.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         inner = inner.tb_next
     return inner or trace
 
@@ -89,19 +87,25 @@ def _is_success(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints; a launcher says which rank it is."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"lowtide: {text}", file=sys.stderr, flush=True)
+    if is_first_rank():
+        with suppress(OSError):  # a reader that has gone away does not end the script
+            print(f"lowtide: {text}", file=sys.stderr, flush=True)
 
 
 def _pages(discovery: Discovery) -> Iterator[Path]:
     """Write the page of each run that has a directory; what fails is said."""
-    from lowtide.report.page import write_page
-    from lowtide.report.run import read_directory
-
     for found in discovery.found:
         if found.directory is None:
             continue
+        from lowtide.report.page import write_page
+        from lowtide.report.run import read_directory
+
         page = found.directory / "report.html"
         try:
             write_page(page, *read_directory(found.directory))
