@@ -8,12 +8,16 @@ a model to which its Policy was applied by hand take turns, in random order; eac
 other's of the same round.
 
 - ``overhead_step``: the median ratio where the run is given each step, ``overhead_with`` where it is around the loop.
-- ``overhead_ranks``: with ``with`` on two ranks, under DistributedDataParallel; the larger of the ranks' ratios.
+- ``overhead_ranks``: with ``with`` on two ranks, under DistributedDataParallel; both ranks' CPU time together.
 - ``overhead_always``: as ``overhead_with``, with every operator watched (``watch="always"``); ``host_us_always`` is the
   difference for each operator.
 - ``virtual_*``: the same on the virtual clock, where issuing a kernel takes 5 microseconds of the host's time. It is
   exact, and sees kernels and waiting, but not Python.
 - ``noise``, ``noise_ranks``: the ratio of two models that both have the Policy by hand.
+
+All models are made anew several times and the median of the medians is given: two that are built alike differ by some
+percent, each time in another direction, with where their memory came to lie.
+
 - ``armed``: steps in which operators were watched, while steps were measured.
 
 ``--small`` takes a model of tiny operators, for which a dispatch mode costs most.
@@ -76,6 +80,16 @@ class Training:
         return float(loss.item())
 
 
+class Steps(NamedTuple):
+    """What each step took in this process, by configuration, and what the runs did."""
+
+    cpu: dict[str, list[float]]
+    virtual: dict[str, list[float]]
+    operators: int
+    armed: int
+    decided_layers: int
+
+
 class Figures(NamedTuple):
     """What steps of some configurations took, against those with the Policy by hand."""
 
@@ -83,13 +97,12 @@ class Figures(NamedTuple):
     virtual: dict[str, float]
     microseconds: dict[str, float]
     """The difference for each operator."""
-    operators: int
     step_ms: float
-    armed: int
-    decided_layers: int
+    spread: tuple[float, float]
+    """The smallest and the largest ratio with ``with`` that models made anew gave."""
 
 
-def figures(shape: Shape, rounds: int, names: Sequence[str]) -> Figures:
+def steps(shape: Shape, rounds: int, names: Sequence[str]) -> Steps:
     """Measure in this process, which may be one of several ranks."""
     torch.set_num_threads(1)
     tide.configure(preset="h100", capacity=8 << 30, launch=5_000)
@@ -133,15 +146,35 @@ def figures(shape: Shape, rounds: int, names: Sequence[str]) -> Figures:
         run.remove()
     for handle in handles:
         handle.remove()
+    decided = sum(layer != lowtide.LayerPolicy() for layer in first.policy.layers)
+    return Steps(cpu, virtual, operators, armed, decided)
+
+
+def figures(measured: Sequence[Steps]) -> Figures:
+    """The medians of some measurements, each with models of its own."""
+    ways, operators = list(measured[0].cpu), measured[0].operators
+
+    def median(of: Callable[[Steps], float]) -> float:
+        return statistics.median(of(one) for one in measured)
+
+    withs = [_ratio(one.cpu["with"], one.cpu["by hand"]) for one in measured]
     return Figures(
-        {name: _ratio(cpu[name], cpu["by hand"]) for name in ways},
-        {name: _ratio(virtual[name], virtual["by hand"]) for name in ways},
-        {name: _difference(cpu[name], cpu["by hand"]) * 1e6 / operators for name in ways},
-        operators,
-        statistics.median(cpu["by hand"]) * 1e3,
-        armed,
-        sum(layer != lowtide.LayerPolicy() for layer in first.policy.layers),
+        {name: median(lambda one, name=name: _ratio(one.cpu[name], one.cpu["by hand"])) for name in ways},
+        {name: median(lambda one, name=name: _ratio(one.virtual[name], one.virtual["by hand"])) for name in ways},
+        {
+            name: median(lambda one, name=name: _difference(one.cpu[name], one.cpu["by hand"])) * 1e6 / operators
+            for name in ways
+        },
+        median(lambda one: statistics.median(one.cpu["by hand"])) * 1e3,
+        (min(withs), max(withs)),
     )
+
+
+def together(ranks: Sequence[Steps]) -> Steps:
+    """The steps of several ranks as one process's: their CPU time added, the slowest's virtual time."""
+    cpu = {name: [sum(one) for one in zip(*(rank.cpu[name] for rank in ranks), strict=True)] for name in ranks[0].cpu}
+    virtual = {name: [max(one) for one in zip(*(rank.virtual[name] for rank in ranks), strict=True)] for name in cpu}
+    return ranks[0]._replace(cpu=cpu, virtual=virtual, armed=sum(one.armed for one in ranks))
 
 
 def main() -> int:
@@ -151,34 +184,39 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny operators")
     arguments = parser.parse_args()
     console, begin = Console(stderr=True, width=120), time.perf_counter()
-    shape, rounds = SMALL if arguments.small else LARGE, 5 if arguments.quick else 60
-    alone = figures(shape, rounds, ("step", "with", "always"))
+    shape = SMALL if arguments.small else LARGE
+    again, rounds = (1, 5) if arguments.quick else (5, 30)
+    by_itself = [steps(shape, rounds, ("step", "with", "always")) for _ in range(again)]
+    alone = figures(by_itself)
     ranks = Ranks(2)
-    both = ranks.run(figures, shape, rounds, ("with",))
+    on_ranks = [together(ranks.run(steps, shape, rounds, ("with",))) for _ in range(again)]
     ranks.stop()
+    both = figures(on_ranks)
     result = {
         "overhead_step": round(alone.ratios["step"], 4),
         "overhead_with": round(alone.ratios["with"], 4),
-        "overhead_ranks": round(max(one.ratios["with"] for one in both), 4),
+        "overhead_ranks": round(both.ratios["with"], 4),
         "overhead_always": round(alone.ratios["always"], 4),
         "noise": round(alone.ratios["noise"], 4),
-        "noise_ranks": round(max(one.ratios["noise"] for one in both), 4),
+        "noise_ranks": round(both.ratios["noise"], 4),
         "virtual_step": round(alone.virtual["step"], 5),
         "virtual_with": round(alone.virtual["with"], 5),
-        "virtual_ranks": round(max(one.virtual["with"] for one in both), 5),
+        "virtual_ranks": round(both.virtual["with"], 5),
         "host_us_with": round(alone.microseconds["with"], 3),
         "host_us_always": round(alone.microseconds["always"], 3),
-        "armed": alone.armed + sum(one.armed for one in both),
-        "operators": alone.operators,
+        "spread_with": f"{alone.spread[0]:.4f} to {alone.spread[1]:.4f}",
+        "spread_ranks": f"{both.spread[0]:.4f} to {both.spread[1]:.4f}",
+        "armed": sum(one.armed for one in (*by_itself, *on_ranks)),
+        "operators": by_itself[0].operators,
         "step_ms": round(alone.step_ms, 2),
-        "decided_layers": alone.decided_layers,
+        "decided_layers": by_itself[0].decided_layers,
         "seconds": round(time.perf_counter() - begin),
     }
     limits = {f"overhead_{name}": "<= 1.02" for name in ("step", "with", "ranks")}
     limits |= {f"virtual_{name}": "<= 1.005" for name in ("step", "with", "ranks")} | {"armed": "0"}
     table = Table("figure", "value", "limit")
     for key, value in result.items():
-        table.add_row(key, f"{value:g}", limits.get(key, ""))
+        table.add_row(key, value if isinstance(value, str) else f"{value:g}", limits.get(key, ""))
     console.print(table)
     if arguments.json:
         print(json.dumps(result))

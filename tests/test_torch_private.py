@@ -68,7 +68,7 @@ from lowtide._torch_private.storages import (
 from lowtide._torch_private.subclasses import inner_tensor, landed_tensor, subclass_wrapper, taken_apart
 from lowtide._torch_private.training.foreach import multiply_all, norms_of
 from lowtide._torch_private.training.resets import reset_pipeline
-from lowtide._torch_private.versions import count_of_writes, version_of, written_arguments
+from lowtide._torch_private.versions import count_of_writes, version_of, versions_of, written_arguments
 
 
 def test_views_share_a_storage_key_and_copies_do_not() -> None:
@@ -155,6 +155,16 @@ def test_a_write_to_a_dtensor_is_counted(mesh: Any) -> None:
     before = version_of(tensor)
     tensor.add_(1)
     assert version_of(tensor) != before
+
+
+def test_versions_of_many_are_those_of_each() -> None:
+    written, parameter = torch.zeros(2), nn.Parameter(torch.zeros(2))
+    written.add_(1)
+    assert versions_of([written, parameter]) == [version_of(written), version_of(parameter)] == [1, 0]
+    with torch.inference_mode():
+        unversioned = torch.zeros(2)
+    assert versions_of([written, unversioned]) == [1, 0]
+    assert versions_of([]) == []
 
 
 def test_a_count_of_writes_outlives_its_tensor_and_holds_none_of_its_bytes() -> None:

@@ -14,7 +14,7 @@ from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
 from lowtide._torch_private.scaler import forget_unscaling
 from lowtide._torch_private.subclasses import inner_tensor
-from lowtide._torch_private.versions import version_of
+from lowtide._torch_private.versions import version_of, versions_of
 from lowtide.adaptive.attributes import AttributeSnapshot
 from lowtide.errors import RescueError
 from lowtide.runtime.module_state import named_modules_of
@@ -80,23 +80,24 @@ class StepSnapshot:
         """The keys of those that the step did draw from."""
         self.contents = contents = known if known is not None and known.current else Contents(model, known)
         of_optimizers = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-        parameters = {id(one): one for one in [*contents.parameters, *of_optimizers]}.values()
-        self.parameters = [(parameter, version_of(parameter)) for parameter in parameters]
-        self.gradients = [(one, one.grad is not None, *_weak(one.grad)) for one in parameters]
-        """Each parameter, whether it had a gradient, that gradient, and its version."""
-        self.kept = [parameter for parameter, existed, *_ in self.gradients if existed]
+        self.parameters = list({id(one): one for one in [*contents.parameters, *of_optimizers]}.values())
+        self.versions = versions_of(self.parameters)
+        self.kept = [one for one in self.parameters if one.grad is not None]
         """Parameters with a gradient that the step has not been seen to drop."""
+        gradients = [one.grad for one in self.kept if one.grad is not None]
+        of_gradients = zip(map(weakref.ref, gradients), versions_of(gradients), strict=True)
+        self.gradients = dict(zip(map(id, self.kept), of_gradients, strict=True))
+        """The gradients that were there, weakly, and their versions, by the id of the parameter."""
         self.buffers = {whole: (buffer, version_of(buffer)) for whole, _, _, buffer in contents.buffers}
         self.copies = {
             name: inner_tensor(buffer).detach().cpu().clone()
             for name, (buffer, _) in self.buffers.items()
             if changing is None or name in changing
         }
-        self.states = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
-        self.begun: list[tuple[torch.optim.Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]] = []
-        """The optimizers that have begun to step, each with its states and parameter groups before that."""
-        self.of_optimizers: list[tuple[Tensor, int]] = []
-        """The tensors in these states, and their versions."""
+        self.states = [(optimizer, set(map(id, optimizer.state))) for optimizer in optimizers]
+        """The optimizers, and the ids of the parameters that they had states for."""
+        self.begun: list[_Optimizer] = []
+        """The optimizers that have begun to step."""
 
     # While the step runs.
 
@@ -113,12 +114,7 @@ class StepSnapshot:
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what an optimizer has apart from tensors that it writes into, such as a number of steps."""
-        states = {parameter: dict(state) for parameter, state in optimizer.state.items() if isinstance(state, dict)}
-        groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
-        self.begun.append((optimizer, states, groups))
-        self.of_optimizers += [
-            (one, version_of(one)) for state in states.values() for one in state.values() if isinstance(one, Tensor)
-        ]
+        self.begun.append(_Optimizer(optimizer))
 
     def changed(self, *, compared: bool) -> frozenset[str]:
         """The names of the buffers that the step has changed.
@@ -137,13 +133,13 @@ class StepSnapshot:
 
     def restore(self, scalers: Iterable[torch.amp.GradScaler] = ()) -> None:
         """Restore everything; RescueError if something cannot be."""
-        for parameter, version in self.parameters:
-            if version_of(parameter) != version:
+        for parameter, version, now in zip(self.parameters, self.versions, versions_of(self.parameters), strict=True):
+            if now != version:
                 raise RescueError(
                     f"the step cannot be retried: it has changed a parameter of shape {tuple(parameter.shape)} before"
                     " it ran out of memory; start again from the last checkpoint"
                 )
-        if any(version_of(one) != version for one, version in self.of_optimizers):
+        if any(versions_of(one.tensors) != one.versions for one in self.begun):
             raise RescueError(
                 "the step cannot be retried: its optimizer had begun to change its states when it ran out of memory;"
                 " start again from the last checkpoint"
@@ -155,16 +151,11 @@ class StepSnapshot:
         self._restore_buffers()
         self._restore_gradients()
         for optimizer, known in self.states:
-            for new in set(optimizer.state) - known:
+            for new in [parameter for parameter in optimizer.state if id(parameter) not in known]:
                 del optimizer.state[new]  # perhaps not finished; nothing was done with it yet
-        for optimizer, states, groups in reversed(self.begun):
-            for parameter, values in states.items():
-                optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(values)
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
+        for begun in reversed(self.begun):
+            begun.restore()
         self.begun.clear()
-        self.of_optimizers.clear()
         forget_unscaling(scalers, (optimizer for optimizer, _ in self.states))
 
     def _restore_buffers(self) -> None:
@@ -184,18 +175,42 @@ class StepSnapshot:
     def _restore_gradients(self) -> None:
         self.look_at_gradients()
         kept = {id(parameter) for parameter in self.kept}
-        for parameter, existed, reference, version in self.gradients:
+        for parameter in self.parameters:
+            reference, version = self.gradients.get(id(parameter), (_nothing, 0))
             gradient = reference()
-            lost = existed and gradient is None and id(parameter) in kept
-            if lost or (gradient is not None and version_of(gradient) != version):
+            if (gradient is None and id(parameter) in kept) or (
+                gradient is not None and version_of(gradient) != version
+            ):
                 raise RescueError(
                     "the step cannot be retried: it has added to gradients that were there when it began; give the"
                     " whole step to run(), from zero_grad(set_to_none=True) to the optimizer's step"
                 )
             parameter.grad = gradient
-        self.kept = [parameter for parameter, existed, *_ in self.gradients if existed and parameter.grad is not None]
+        self.kept = [one for one in self.parameters if one.grad is not None]
 
 
-def _weak(gradient: Tensor | None) -> tuple[Any, int]:
-    """A weak reference to a gradient, and its version."""
-    return (lambda: None, 0) if gradient is None else (weakref.ref(gradient), version_of(gradient))
+class _Optimizer:
+    """What an optimizer had when it began to step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.states = [(key, state, state.copy()) for key, state in optimizer.state.items() if isinstance(state, dict)]
+        """Each parameter's state, and what was in it."""
+        self.groups = [
+            {name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self.tensors = [one for _, _, values in self.states for one in values.values() if isinstance(one, Tensor)]
+        self.versions = versions_of(self.tensors)
+
+    def restore(self) -> None:
+        """Restore all but the contents of the tensors."""
+        for parameter, state, values in self.states:
+            state.clear()
+            state.update(values)
+            self.optimizer.state[parameter] = state
+        for group, options in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(options)
+
+
+def _nothing() -> None:
+    """No gradient."""
