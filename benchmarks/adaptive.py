@@ -43,6 +43,7 @@ from lowtide.adaptive.step_profiler import StepProfiler
 from lowtide.planner.make import make_plan
 from lowtide.trace.trace import Trace, kernels_of
 from models import Shape, llama, use_machine
+from stamp import stamped
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 PLENTY = 4 << 30
@@ -153,7 +154,7 @@ def main() -> int:
         table.add_row(key, f"{result[key]:g}", limit)
     console.print(table)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 0
 
 

@@ -42,11 +42,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import lowtide
 import tide
+
+import lowtide
 from lowtide import LayerPolicy, Policy, Recompute
 from models import Shape, llama, use_machine
-from ranks import Ranks
+from stamp import stamped
+from support.ranks import Ranks
 
 SHORTEST, LONGEST = 32, 2048
 FACTOR = 1 / 32
@@ -235,7 +237,7 @@ def main() -> int:
         table.add_row(key, str(value), limits.get(key, ""))
     console.print(table)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A long adaptive run beside all else that a training program does: does it die, drift, or change a bit?
+"""A long adaptive run, with all else that a training program does: does it die, drift, or change a bit?
 
     python benchmarks/adaptive_long.py --json
 
@@ -33,16 +33,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tide
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tide import faults
 from torch import Tensor
 
 import lowtide
-import tide
 from models import Shape, llama, use_machine
-from tide import faults
+from stamp import stamped
 
 SHAPE = Shape(layers=4, sequence=256, hidden=128, intermediate=448, heads=2, vocabulary=200, factor=1 / 32)
 SAMPLES = 4
@@ -249,7 +250,7 @@ def main() -> int:
         table.add_row(key, str(value), limits.get(key, ""))
     console.print(table)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 0
 
 

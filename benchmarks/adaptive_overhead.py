@@ -37,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tide
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -44,14 +45,14 @@ from rich.table import Table
 from torch import nn
 
 import lowtide
-import tide
 from lowtide import Pattern, Policy, Recompute, Rule
 from lowtide.trace.trace import kernels_of
 from models import Shape, llama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from ranks import Ranks
+from stamp import stamped
+from support.ranks import Ranks
 
 DECIDED = Policy.uniform([Rule(Pattern(name), Recompute()) for name in ("mlp.act_fn", "mlp.mul")])
 SETTLED = 16
@@ -219,7 +220,7 @@ def main() -> int:
         table.add_row(key, value if isinstance(value, str) else f"{value:g}", limits.get(key, ""))
     console.print(table)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 0
 
 

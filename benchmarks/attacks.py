@@ -36,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads on a 
 from attacks.catalogue import ATTACKS
 from attacks.outcome import KINDS, WRONG, Outcome
 from attacks.runner import Runner
+from stamp import stamped
 
 STYLES = {"exact": "green", "refused": "yellow"}
 
@@ -88,17 +89,8 @@ def main() -> int:
     if arguments.json:
         wrong = {kind: counts[kind] for kind in ("silently_wrong", "hung", "leaked", "left_behind", "crashed")}
         refusals = [[one.name, one.text] for one in outcomes if one.kind == "refused"]
-        print(
-            json.dumps(
-                {
-                    "attacks": len(outcomes),
-                    **wrong,
-                    "refused": counts["refused"],
-                    "seconds": seconds,
-                    "refusals": refusals,
-                }
-            )
-        )
+        figures = {"attacks": len(outcomes), **wrong, "refused": counts["refused"], "seconds": seconds}
+        print(json.dumps(stamped({**figures, "refusals": refusals})))
     return 1 if any(outcome.kind in WRONG for outcome in outcomes) else 0
 
 

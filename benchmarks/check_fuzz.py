@@ -27,6 +27,7 @@ from lowtide.config.check import Check, check_file
 from lowtide.config.parse import parse_value
 from lowtide.operators.names import layer_operators
 from lowtide.report.terminal import print_check, print_problems
+from stamp import stamped
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "golden"))
@@ -105,7 +106,7 @@ def dump(value: Any) -> str:
 
 def sources() -> list[str]:
     """The documents that are mutated."""
-    texts = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "examples").glob("*.yaml"))]
+    texts = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "examples" / "yaml").glob("*.yaml"))]
     texts += [graph_file(vector) for vector in vectors("golden")[::6]]
     texts += [file_2026(vector) for vector in vectors("golden_extra") if vector["kind"] == "pynative"]
     return texts
@@ -184,7 +185,7 @@ def main() -> None:
     for name, value in result.items():
         sys.stderr.write(f"{name:>18}  {value}\n")
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ import sys
 import time
 from pathlib import Path
 
+from stamp import stamped
+
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "llama_48_layers.yaml"
+EXAMPLE = ROOT / "examples" / "yaml" / "llama_48_layers.yaml"
 PACKAGES = {
     "annotated_types",
     "click",
@@ -36,6 +38,7 @@ PACKAGES = {
 LIST = """
 import sys
 from lowtide.cli.main import app
+from stamp import stamped
 try:
     app(["check", sys.argv[1]])
 except SystemExit:
@@ -96,7 +99,7 @@ def main() -> None:
     for name, value in result.items():
         sys.stderr.write(f"{name:>16}  {value}\n")
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ import lowtide.train.main  # noqa: F401  for the ranks
 from lowtide.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from layout_cases import MODELS, SHARD, TENSOR, Layout, data
+from stamp import stamped
+from support.layout_cases import MODELS, SHARD, TENSOR, Layout, data
 
 STEPS, TIMES, QUICK_STEPS = 20, 10, 6
 PATIENCE = 300
@@ -218,7 +219,7 @@ def main() -> int:
     seconds = round(time.perf_counter() - begin)
     console.print(f"{counts['runs']} runs of {steps} steps in {seconds} s", highlight=False)
     if arguments.json:
-        print(json.dumps({**counts, "steps": steps, "not_bitwise": inexact, "seconds": seconds}))
+        print(json.dumps(stamped({**counts, "steps": steps, "not_bitwise": inexact, "seconds": seconds})))
     return 1 if counts["hung"] or counts["failed"] or counts["wrong_loss"] else 0
 
 

@@ -40,6 +40,7 @@ from rich.table import Table
 
 from crash_job import RANKS, Job, inspect, start
 from lowtide.train.commit import checkpoints_in
+from stamp import stamped
 
 KILLS, QUICK = 200, 20
 EPOCHS, QUICK_EPOCHS = 5, 2
@@ -125,7 +126,7 @@ def main() -> int:
         for line in found[:10]:
             console.print(line, style="red", markup=False, highlight=False)
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(stamped(figures)))
     return 1 if any(vars(findings).values()) else 0
 
 

@@ -3,7 +3,8 @@
     pip install .[dev,integrations] -c constraints-integrations.txt
     python benchmarks/integrations.py --json
 
-The same small training of a Llama in each framework that is installed (``tests/framework_cases.py``), a process each.
+The same small training of a Llama in each framework that is installed, a process each
+(``tests/support/framework_cases.py``).
 Lightning has two modes and DeepSpeed three: a framework counts if all its modes pass. Counted are those in which
 
 - ``bitwise``: with a fixed Policy that recomputes and swaps, losses and weights are bitwise those without lowtide;
@@ -34,16 +35,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import tide
 import torch
 from rich.console import Console
 from rich.table import Table
 
-import tide
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from framework_cases import CASES, Case, Job, tight
 from lowtide import LowtideError, Policy, Recompute, Swap
+from stamp import stamped
+from support.framework_cases import CASES, Case, Job, tight
 
 POLICY = Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
 WHOLE = Policy.uniform(default=Recompute())
@@ -175,7 +176,7 @@ def main() -> None:
     counts = {check: sum(passed(mode, check) for mode in modes.values()) for check in CHECKS}
     result = {"frameworks": len(modes), **counts, "not_installed": absent, "refused": refused, "rows": rows}
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from layout_cases import LAYOUTS, MODELS, ONE, WHOLE, Layout
+from stamp import stamped
+from support.layout_cases import LAYOUTS, MODELS, ONE, WHOLE, Layout
 
 STEPS, QUICK_STEPS = 20, 5
 
@@ -97,7 +98,7 @@ def main() -> int:
             "worst_relative_norm": worst_norm,
             "accumulation_difference": accumulation,
         }
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 0 if worst_loss <= 1e-5 and worst_norm <= 1e-5 and accumulation <= 1e-6 else 1
 
 

@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from lowtide.models.grouped import GroupedLinear, grouped_product, loop_product
 from lowtide.models.kernels import choose, eager_rope, eager_swiglu
+from stamp import stamped
 
 ROUNDS, QUICK_ROUNDS = 40, 8
 EXPERTS = (16, 64)
@@ -180,7 +181,7 @@ def main() -> int:
     for line in missed:
         console.print(line, style="red", highlight=False)
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(stamped(figures)))
     return 1 if missed else 0
 
 

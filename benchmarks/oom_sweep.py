@@ -45,9 +45,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.adaptive.rescue import Rescue
-from ranks import Ranks
-from session_cases import session_of, session_on_ranks, unsuspected
-from sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, rescued
+from stamp import stamped
+from support.ranks import Ranks
+from support.session_cases import session_of, session_on_ranks, unsuspected
+from support.sweep_cases import LAYOUTS, MODELS, PHASES, POLICIES, Outcome, rescued
 
 RESCUE_STRIDE, RANKS_STRIDE, UNSUSPECTED_STRIDE = 7, 101, 23
 QUICK_STRIDE, QUICK_RESCUE_STRIDE, QUICK_RANKS_STRIDE, QUICK_UNSUSPECTED_STRIDE = 41, 97, 600, 120
@@ -124,8 +125,8 @@ def counts_of(outcomes: list[Outcome]) -> dict[str, int]:
         "races": sum(bool(one.races) for one in outcomes),
         "leaks": sum(bool(one.leaked) for one in outcomes),
         "needed_nothing": sum(one.line == 0 for one in outcomes),
-        "operator_repeated": sum(one.line == 2 for one in outcomes),
-        "step_repeated": sum(one.line == 3 for one in outcomes),
+        "operator_retried": sum(one.line == 2 for one in outcomes),
+        "step_retried": sum(one.line == 3 for one in outcomes),
         "paged": sum(one.paged for one in outcomes),
     }
 
@@ -234,11 +235,8 @@ def main() -> int:
     seconds = round(time.perf_counter() - begin)
     console.print(f"{everything['runs']:,} steps in {seconds} s; {costs}", highlight=False)
     if arguments.json:
-        print(
-            json.dumps(
-                {**everything, "hung": hung, **dict(by_phase), "unsuspected": apart, **costs, "seconds": seconds}
-            )
-        )
+        figures = {**everything, "hung": hung, **dict(by_phase), "unsuspected": apart, **costs, "seconds": seconds}
+        print(json.dumps(stamped(figures)))
     wrong = sum(everything[name] for name in ("died", "not_bitwise", "races", "leaks")) + hung
     wrong += sum(counts["not_bitwise"] for counts in apart.values())
     return 1 if wrong else 0

@@ -33,7 +33,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from parity_cases import DEVICES, GRID, Outcome, case, run_case
+from stamp import stamped
+from support.parity_cases import DEVICES, GRID, Outcome, case, run_case
 
 CASES, QUICK = 1020, len(GRID)
 
@@ -134,7 +135,7 @@ def main() -> int:
     seconds = round(time.perf_counter() - begin)
     console.print(f"{len(outcomes)} cases in {seconds} s, {len(wrong)} wrong {wrong or ''}", highlight=False)
     if arguments.json:
-        print(json.dumps({**counts_of(outcomes), "wrong": wrong, "seconds": seconds}))
+        print(json.dumps(stamped({**counts_of(outcomes), "wrong": wrong, "seconds": seconds})))
     return 1 if wrong else 0
 
 

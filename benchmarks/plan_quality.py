@@ -62,6 +62,7 @@ from lowtide.planner.simulation import Simulation
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import kernels_of
 from models import Attach, Shape, llama, use_machine
+from stamp import stamped
 
 BUDGETS = 10
 TOLERANCE = 1e-4
@@ -425,7 +426,7 @@ def main() -> int:
     for line in [*report.beaten, *report.over]:
         console.print(line, highlight=False)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 0
 
 

@@ -41,6 +41,7 @@ from lowtide.planner.solve import solve_least, solve_stage
 from lowtide.policy import Policy
 from lowtide.trace.trace import Trace
 from lowtide.units import format_bytes, format_seconds
+from stamp import stamped
 
 GUIDE = [3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3, 2, 0]
 """Whole layers that the guide's file for deepseek-v3 recomputes in each of 16 stages."""
@@ -86,7 +87,7 @@ def main() -> None:
     result = quick() if arguments.quick else full()
     show(result)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
 
 
 def full() -> dict[str, Any]:

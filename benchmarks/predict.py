@@ -31,11 +31,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import tide
 import torch
 from rich.console import Console
 from rich.table import Table
 
-import tide
 from lowtide.cost.calibrate import calibrate
 from lowtide.cost.device import Device
 from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline
@@ -53,7 +53,8 @@ from predict_cases import (
     policies_for,
     use_machine,
 )
-from ranks import Ranks
+from stamp import stamped
+from support.ranks import Ranks
 
 SETTINGS: tuple[Setting, ...] = ("fp32", "bf16")
 MICRO_BATCHES = {"one": 1, "accumulated": 2}
@@ -99,7 +100,7 @@ def main() -> None:
     summary = summarise(cases, ratios)
     show(console, cases, summary)
     if options.json:
-        print(json.dumps(summary))
+        print(json.dumps(stamped(summary)))
 
 
 def on_tide(name: str, setting: Setting, count: int) -> Iterator[Case]:

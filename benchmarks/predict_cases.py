@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import tide
 import torch
 import torch.distributed as dist
 import transformers
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
-import tide
 from lowtide.models.build import build_model
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.initialise import initialise
@@ -31,7 +31,7 @@ from lowtide.policy import Decision, Keep, LayerPolicy, Policy, Recompute, Rule,
 from lowtide.runtime.apply import apply
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Trace
-from parity_cases import random_policy
+from support.parity_cases import random_policy
 
 __all__ = [
     "LAYERS",

@@ -24,6 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from stamp import stamped
+
 ROUNDS, STEPS, QUICK_ROUNDS = 12, 4, 4
 FILE = """
 seed: 1
@@ -70,7 +72,7 @@ def main() -> int:
         )
     Console(stderr=True).print(table)
     if arguments.json:
-        print(json.dumps({"throughput_ratio": min(ratios.values()), "ratios": ratios, "rounds": rounds}))
+        print(json.dumps(stamped({"throughput_ratio": min(ratios.values()), "ratios": ratios, "rounds": rounds})))
     return 0 if min(ratios.values()) >= 0.97 else 1
 
 

@@ -53,6 +53,7 @@ from lowtide.operators.kinds import LayerKind
 from lowtide.operators.survey import survey
 from lowtide.runtime.limits import Limits
 from models import EIGHTH, QUICK, TINY, WIDE, Attach, LlamaLayers, StepFigures, TinyGated, Trainer, use_machine
+from stamp import stamped
 
 ATTENTION = "self_attn.scaled_dot_product_attention"
 GATED = ("mlp.act_fn", "mlp.mul")
@@ -290,7 +291,7 @@ def main() -> int:
         "seconds": round(time.perf_counter() - begin),
     }
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(stamped(result)))
     return 1 if report.wrong else 0
 
 

@@ -29,14 +29,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tide  # noqa: F401  results are saved on its device
 from rich.console import Console
 from rich.table import Table
 
-import tide  # noqa: F401  results are saved on its device
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from script_cases import LARGE, SCRIPTS, Ended, same, start
+from stamp import stamped
+from support.script_cases import LARGE, SCRIPTS, Ended, same, start
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def main() -> None:
             print(f"{row['name']}: {row['error']}", file=sys.stderr)
     counts = {check: sum(row[check] for row in rows) for check in ("attached", "survived", "bitwise", "broken")}
     if arguments.json:
-        print(json.dumps({"scripts": len(rows), **counts, "not_installed": absent, "rows": rows}))
+        print(json.dumps(stamped({"scripts": len(rows), **counts, "not_installed": absent, "rows": rows})))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from script_cases import SCRIPTS, on_tide
+from support.script_cases import SCRIPTS, on_tide
 
 LINES = 22
 """The most lines that are shown of what a script prints."""

@@ -14,7 +14,7 @@ from lowtide.report.terminal import print_check, print_problems
 
 HERE = Path(__file__).parent
 IMAGES = HERE / "images"
-EXAMPLES = HERE.parent / "examples"
+EXAMPLES = HERE.parent / "examples" / "yaml"
 BROKEN = (EXAMPLES / "llama_48_layers.yaml").read_text(encoding="utf-8")
 BROKEN = BROKEN.replace("pipeline_stage: 5", "pipeline_stage: 4").replace("select_comm_rec", "select_com_rec")
 BROKEN = BROKEN.replace(r"feed_forward\.w1\.activation", r"feed_forward\.w1\.(activation")
@@ -37,10 +37,10 @@ def save(terminal: Console, name: str, title: str) -> None:
 def main() -> None:
     terminal = console(124)
     check = check_file(EXAMPLES / "llama_48_layers.yaml", layer_operators)
-    check.document.name = "examples/llama_48_layers.yaml"
+    check.document.name = "examples/yaml/llama_48_layers.yaml"
     whole = check.log
     settings = [line for line in whole if line[1].startswith("Formative layer")]
-    terminal.print(Text("$ lowtide check examples/llama_48_layers.yaml", style="bold"))
+    terminal.print(Text("$ lowtide check examples/yaml/llama_48_layers.yaml", style="bold"))
     for level, text in settings:
         terminal.print(Text(f"{level} - {text}"))
     more = f"… {len(whole) - len(settings)} more lines: how each setting was read, what each layer does"

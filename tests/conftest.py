@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from left_on import take_off
 from lowtide._torch_private.modes import function_modes
-from ranks import Ranks
+from support.left_on import take_off
+from support.ranks import Ranks
 
 # The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be
 # split otherwise than in the run that they are compared with.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from lowtide.config.check import check_text
 from lowtide.operators.names import layer_operators
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -47,7 +49,7 @@ def test_yaml_of_a_page_is_accepted(page: Path) -> None:
 OFFSET = [[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "yaml").glob("*.yaml")), ids=lambda file: file.name)
 def test_every_example_is_accepted(file: Path) -> None:
     result = check_text(file.read_text(encoding="utf-8"), layer_operators)
     assert result.ok, result.as_json()["errors"]
@@ -58,3 +60,30 @@ def test_every_path_of_the_glossary_exists() -> None:
     paths = re.findall(r"`(lowtide/[\w/.]+)`", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / "src" / path).exists()] == []
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `(.+?)`", page, flags=re.MULTILINE)
+    assert len(quoted) > 10
+    texts = "\n".join(text for file in (ROOT / "src").rglob("*.py") for text in messages(file))
+    assert [one for one in quoted if not re.search(".*".join(map(re.escape, re.split(r" ?… ?", one))), texts)] == []
+
+
+@pytest.mark.parametrize("name", ["benchmarks", "commands", "yaml_keys"])
+def test_a_generated_page_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module(f"make_{name}")
+    page = make.PAGE.read_text(encoding="utf-8")
+    assert (make.rendered(page) if name == "commands" else make.rendered()) == page, f"run python docs/make_{name}.py"
+
+
+def messages(file: Path) -> list[str]:
+    """The strings of a module, with a dot for each value that is put in."""
+    return [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "." for part in node.values)
+        if isinstance(node, ast.JoinedStr)
+        else str(node.value)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    ]

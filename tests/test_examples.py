@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
 from lowtide.config.check import check_file
 from lowtide.models.shape import shape_of
 from lowtide.operators.names import layer_operators
 from lowtide.train.run import read_run
+from support.guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "yaml"
 SWAPS = [case.text for case in SWAP_CASES.values()]
 OF_THE_GUIDE = {
     "train_swap_default.yaml": SWAPS[0],
@@ -45,7 +45,7 @@ def test_an_example_says_everything_the_guide_says(name: str) -> None:
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("train_*.yaml")), ids=lambda file: file.name)
 def test_an_example_names_itself_in_the_commands_it_gives(file: Path) -> None:
-    named = set(re.findall(r"examples/(\S+\.yaml)", file.read_text()))
+    named = set(re.findall(r"examples/yaml/(\S+\.yaml)", file.read_text()))
     assert named == {file.name}
     check = check_file(file, layer_operators)
     assert check.settings is not None

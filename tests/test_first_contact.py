@@ -23,7 +23,7 @@ import lowtide
 from lowtide import ModelError, Policy, PolicyError, Recompute, Rule
 from lowtide.adaptive.session import Adaptive
 from lowtide.trace.capture import capture
-from tiny_models import tiny
+from support.tiny_models import tiny
 
 RECOMPUTED = Policy.uniform([Rule("up", Recompute())])
 

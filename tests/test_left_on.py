@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from left_on import take_off
 from lowtide._torch_private.modes import function_modes
+from support.left_on import take_off
 
 
 class Dispatches(TorchDispatchMode):

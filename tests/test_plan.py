@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
-from hand_made_traces import llama_trace
+from support.hand_made_traces import llama_trace
 
 
 def build() -> tuple[nn.Module, torch.Tensor]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.limits import Limits
     from lowtide.runtime.verify import verify
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "CollectiveRule",

@@ -9,7 +9,7 @@ from lowtide.adaptive.decide import Decided, Situation, decide
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import even_pipeline
-from traced_cases import DEVICE, hand_made_trace
+from support.traced_cases import DEVICE, hand_made_trace
 
 LAYERS = 8
 TRACE = hand_made_trace(LAYERS)

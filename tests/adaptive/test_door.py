@@ -9,11 +9,11 @@ import sys
 import time
 
 import pytest
+import tide
 import torch
 
-import tide
-from length_cases import Loop, Net, on_ranks
-from ranks import Ranks
+from support.length_cases import Loop, Net, on_ranks
+from support.ranks import Ranks
 
 LENGTHS = [64, 128, 40, 96, 64, 20, 150, 64, 33, 128, 80, 50, 100, 64, 20, 128, 200, 64]
 
@@ -141,7 +141,7 @@ def test_plans_are_made_in_the_foreground_if_their_process_is_killed() -> None:
 
 def test_the_process_ends_with_the_run_however_that_ends() -> None:
     program = (
-        "import sys, time, tide; from length_cases import Loop; loop = Loop(); run = loop.adapt()\n"
+        "import sys, time, tide; from support.length_cases import Loop; loop = Loop(); run = loop.adapt()\n"
         "for length in (64, 64, 32, 64, 48, 96, 90, 20):\n"
         "    run.step(lambda: loop.step(length))\n"
         "print(run.planning.background._process.pid, flush=True)\n"

@@ -12,7 +12,7 @@ import torch
 from lowtide.adaptive.lengths import Lengths, bucket_of
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Part, Trace
-from tiny_models import tiny
+from support.tiny_models import tiny
 
 
 @cache

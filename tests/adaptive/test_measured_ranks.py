@@ -7,8 +7,6 @@ import json
 import pytest
 import torch
 
-import measured_ranks
-import predicted_ranks
 from lowtide.adaptive.merge import joined, slowest
 from lowtide.cost.devices import find_device
 from lowtide.models.shape import DecoderShape
@@ -18,7 +16,8 @@ from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.trace.trace import Trace
 from lowtide.train.run import Degrees, Precision
 from lowtide.train.traced import TracedRank
-from ranks import Ranks
+from support import measured_ranks, predicted_ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("layouts")
 

@@ -13,7 +13,7 @@ from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Policy, Recompute
 from lowtide.trace.trace import Call, Kernel, Pack, Part, Static, Trace, TracedOperator, Value
-from traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace, kernel
+from support.traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace, kernel
 
 OPTIMIZER = Part(
     name="optimizer",

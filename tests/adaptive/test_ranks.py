@@ -11,7 +11,7 @@ from lowtide.adaptive.decide import Decided
 from lowtide.adaptive.ranks import Ranks, _with_seconds
 from lowtide.planner.make import make_plan
 from lowtide.trace.trace import kernels_of
-from traced_cases import DEVICE, hand_made_trace
+from support.traced_cases import DEVICE, hand_made_trace
 
 
 def test_a_policy_that_is_not_what_its_digest_says_is_refused() -> None:

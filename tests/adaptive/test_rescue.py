@@ -12,15 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from tide import faults
 from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 
 from lowtide._torch_private.operators import scoped_library
 from lowtide.adaptive.rescue import Rescue
 from lowtide.errors import RescueError
-from ranks import Ranks
-from sweep_cases import Subject, on_ranks, phase_of, single, spoilt_in_the_optimizer, spoilt_on, uneven_optimizers
-from tide import faults
+from support.ranks import Ranks
+from support.sweep_cases import (
+    Subject,
+    on_ranks,
+    phase_of,
+    single,
+    spoilt_in_the_optimizer,
+    spoilt_on,
+    uneven_optimizers,
+)
 
 ROWS, WIDTH = 64, 64
 

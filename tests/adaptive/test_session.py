@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
+import tide
 import torch
 
 import lowtide
-import tide
 from lowtide import LayerPolicy, Policy, Recompute
 from lowtide._torch_private.memory import MemoryStats
 from lowtide.adaptive.fragmentation import Fragmentation
 from lowtide.adaptive.record import load_record
 from lowtide.adaptive.session import Adaptive
 from lowtide.trace import Trace
-from ranks import Ranks
-from session_cases import in_session, session_on_ranks
-from sweep_cases import single
-from tiny_models import tiny
+from support.ranks import Ranks
+from support.session_cases import in_session, session_on_ranks
+from support.sweep_cases import single
+from support.tiny_models import tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 200}
 PLENTY = 1 << 30

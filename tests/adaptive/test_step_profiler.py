@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tide
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import parity_models
-import tide
 from lowtide.adaptive.machine import profile_device
 from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.errors import TraceError
@@ -26,6 +25,7 @@ from lowtide.policy import LayerPolicy, Policy, Recompute, Swap
 from lowtide.runtime.apply import apply
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Part, Trace, kernels_of
+from support import parity_models
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 4, 64, 4, 200
 SHAPE = DecoderShape(

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from attacks.harness import BOTH, CPU, TIDE, Attack, Found, Side, attack, train
 from attacks.parts import WIDTH
 from attacks.treatments import ADAPTED, EVERY
-from parity_models import EIGHTS, GROUPED, HEADS, MODELS, SMALL, SPECIAL, VOCABULARY, build, of_text, stacks_of, waves
+from support.parity_models import (
+    EIGHTS,
+    GROUPED,
+    HEADS,
+    MODELS,
+    SMALL,
+    SPECIAL,
+    VOCABULARY,
+    build,
+    of_text,
+    stacks_of,
+    waves,
+)
 
 __all__ = ["CLASSES"]
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowtide.cli.main import app
-from tiny_models import MODELS
+from support.tiny_models import MODELS
 
 TOKENS, HIDDEN, WIDE = 16, 32, 64
 LEGACY = r"""

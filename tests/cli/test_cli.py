@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lowtide import __version__
 from lowtide.cli.main import app
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "llama_48_layers.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "yaml" / "llama_48_layers.yaml"
 BROKEN = "model:\n  model_config:\n    num_layers: 4\nrecompute_config:\n  recompute: [1, 2]\n  select_recompte: true\n"
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hand_made_traces import llama_trace
 from lowtide.cli.console import make_console
 from lowtide.cli.main import app
 from lowtide.cli.traced import Layout, trace_of
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.plan_file import load_plan, plan_from_json, save_plan
 from lowtide.policy import Policy
-from plan_cases import llama_plan
+from support.hand_made_traces import llama_trace
+from support.plan_cases import llama_plan
 
 
 def run(*arguments: str | Path, width: int = 100) -> tuple[int, str, str]:

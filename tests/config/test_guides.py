@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, FORTY_EIGHT_LINES, SWAP_CASES
 from lowtide.config.check import Check, check_text
 from lowtide.operators.names import layer_operators
 from lowtide.policy import Keep, Recompute, Swap
+from support.guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, FORTY_EIGHT_LINES, SWAP_CASES
 
 
 def check(text: str, **overrides: Any) -> Check:

@@ -11,7 +11,7 @@ from lowtide.errors import ConfigError, PolicyError
 from lowtide.planner.make import make_plan
 from lowtide.planner.plan_file import plan_as_json, save_plan
 from lowtide.policy import LayerPolicy, Policy, Recompute
-from traced_cases import DEVICE, hand_made_trace
+from support.traced_cases import DEVICE, hand_made_trace
 
 MODEL = "model: {model_config: {num_layers: 4}}\n"
 

@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import tide
 import torch
 from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 
-import tide
-from fault_cases import FAULTS, FAULTY, STEPS, Fault, Session, as_markdown, settle
-from stacks import lines, same, swap
+from support.fault_cases import FAULTS, FAULTY, STEPS, Fault, Session, as_markdown, settle
+from support.stacks import lines, same, swap
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,8 +73,8 @@ def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
 CHILD = """
     import sys, torch
     from pathlib import Path
-    from fault_cases import Session
-    from stacks import lines, swap
+    from support.fault_cases import Session
+    from support.stacks import lines, swap
 
     session = Session(swap(tier="disk", prefetch=1), "cpu", Path(sys.argv[1]), {})
     session.step(0)
@@ -122,4 +122,4 @@ def test_a_read_of_one_failing_tensor_does_not_harm_the_others(tmp_path: Path) -
 
 def test_the_table_of_the_documentation_is_up_to_date() -> None:
     page = ROOT / "docs" / "faults.md"
-    assert page.read_text(encoding="utf-8") == as_markdown(), "python tests/fault_cases.py writes it"
+    assert page.read_text(encoding="utf-8") == as_markdown(), "python tests/support/fault_cases.py writes it"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, FORTY_EIGHT_LINES, SWAP_CASES
+from support.guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, FORTY_EIGHT_LINES, SWAP_CASES
 
 pytestmark = pytest.mark.xdist_group("guides")  # each of these has as many processes as the machine has to give
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
-from framework_cases import Job, batches, llama
 from lowtide import Policy, PolicyError, Recompute, RescueError
 from lowtide.errors import LaunchError
 from lowtide.integrations.every_rank import wait_for_every_rank
 from lowtide.integrations.plain_state import PlainState
-from ranks import Ranks
+from support.framework_cases import Job, batches, llama
+from support.ranks import Ranks
 
 WHOLE = Policy.uniform(default=Recompute())
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework_cases import VOCABULARY, Job, llama, quiet, state_of
 from lowtide import Policy, Recompute
+from support.framework_cases import VOCABULARY, Job, llama, quiet, state_of
 
 pytest.importorskip("axolotl")
 pytest.importorskip("accelerate")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from framework_cases import CASES, Job
 from lowtide import Policy, Recompute, Swap
-from ranks import Ranks
+from support.framework_cases import CASES, Job
+from support.ranks import Ranks
 
 POLICY = Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
 JOB = Job(accumulate=2, evaluate=True, steps=7)

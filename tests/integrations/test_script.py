@@ -11,7 +11,7 @@ import torch
 from lowtide import Policy, Recompute
 from lowtide.integrations.discovery import Discovery
 from lowtide.integrations.settings import Settings
-from script_cases import SCRIPTS, same, start
+from support.script_cases import SCRIPTS, same, start
 
 
 def written(folder: Path, text: str) -> Path:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lowtide import LowtideError, Policy, PolicyError, Recompute, Swap
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")  # torchtitan imports it

@@ -10,7 +10,7 @@ from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise
 from models import layouts
 from models.shapes import built, llama, loss_of, tokens
-from ranks import Ranks
+from support.ranks import Ranks
 
 
 @pytest.mark.xdist_group("four ranks")

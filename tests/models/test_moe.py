@@ -22,7 +22,7 @@ from lowtide.models.router import (
 )
 from models import layouts
 from models.shapes import built, deepseek, loss_of, tokens
-from ranks import Ranks
+from support.ranks import Ranks
 
 WIDTH = 12
 

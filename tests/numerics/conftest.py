@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ranks import Ranks
+from support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from lowtide.runtime.apply import apply
 from numerics import communication
 from numerics.communication import LAYERS, Seen
 from numerics.model import LENGTH, WIDTH, build
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

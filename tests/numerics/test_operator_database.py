@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
-from operator_cases import LAYERS, Around, Case, Step, cases, different, reference
+from support.operator_cases import LAYERS, Around, Case, Step, cases, different, reference
 
 EVERY = Pattern(".*", "path")
 DECISIONS = {

@@ -9,7 +9,7 @@ import pytest
 
 from numerics import experts, layouts
 from numerics.policies import every_policy
-from ranks import Ranks
+from support.ranks import Ranks
 
 ROWS: dict[str, Callable[..., Any]] = {
     "DDP": layouts.ddp,

@@ -11,9 +11,9 @@ from lowtide import Decision, Keep, Policy, Recompute, Swap, load_policy
 from lowtide.operators.families import PARTS, aliases_of
 from lowtide.operators.survey import Survey
 from lowtide.policy import LayerPolicy, Pattern, Resolution, Rule, resolve
-from tiny_models import surveyed
+from support.tiny_models import surveyed
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "yaml"
 LLAMAS = ["llama", "qwen2", "qwen3", "mistral"]
 GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.mul", "mlp.down_proj")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.operators.survey import Survey, survey
-from tiny_models import surveyed, tiny
+from support.tiny_models import surveyed, tiny
 
 FAMILIES = ["llama", "gpt2", "mixtral", "qwen2_moe"]
 

@@ -15,7 +15,7 @@ from lowtide.cli.main import app
 from lowtide.operators.observation import Pack
 from lowtide.operators.survey import survey
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, resolve
-from tiny_models import MODELS, surveyed
+from support.tiny_models import MODELS, surveyed
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hand_made_traces import DEVICE, llama_trace
 from lowtide.errors import PlanError
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.simple import simple_policies
 from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, resolve
+from support.hand_made_traces import DEVICE, llama_trace
 
 TRACE = llama_trace(8)
 KEPT = simulate(TRACE, Policy((LayerPolicy(),) * 8), DEVICE)

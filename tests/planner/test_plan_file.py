@@ -8,7 +8,7 @@ import pytest
 
 from lowtide.errors import PlanError
 from lowtide.planner.plan_file import load_plan, plan_as_json, plan_from_json, save_plan
-from plan_cases import llama_plan
+from support.plan_cases import llama_plan
 
 
 @pytest.mark.parametrize(("stages", "feasible"), [(1, True), (4, True), (1, False)])

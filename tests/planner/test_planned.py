@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from hand_made_traces import llama_trace
 from lowtide.planner.planned import planned_operators
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from support.hand_made_traces import llama_trace
 
 
 def test_every_operator_that_holds_something_has_the_policys_decision() -> None:

@@ -7,11 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
+import tide
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-import tide
 from lowtide.cost.calibrate import calibrate
 from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise
@@ -22,7 +22,7 @@ from lowtide.policy import LayerPolicy, Policy, Recompute, Swap
 from lowtide.runtime.apply import apply
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Part, Trace
-from parity_cases import random_policy
+from support.parity_cases import random_policy
 
 LAYERS, LENGTH, VOCABULARY = 3, 64, 200
 SHAPE = DecoderShape(

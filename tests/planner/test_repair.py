@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hand_made_traces import DEVICE, llama_trace
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.problem import stage_problems
 from lowtide.planner.repair import fit_stage
 from lowtide.planner.simulation import StageSimulation
 from lowtide.planner.solve import StageSolution, solve_least, solve_stage
+from support.hand_made_traces import DEVICE, llama_trace
 
 MIB = 1 << 20
 (PROBLEM,) = stage_problems(llama_trace(8), DEVICE, even_pipeline(8), lambda kernel: kernel_seconds(DEVICE, kernel))

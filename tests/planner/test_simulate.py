@@ -20,7 +20,7 @@ from lowtide.planner.stage import Stage
 from lowtide.planner.swapping import IN_FLIGHT_BYTES
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, resolve
 from lowtide.trace.trace import Trace
-from traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace
+from support.traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace
 
 MS = 1e-3
 

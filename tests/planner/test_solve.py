@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hand_made_traces import DEVICE, Step, llama_trace, made_part, roofline
 from lowtide.planner.expand import Choice, choices_of, expand
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.problem import Case, Group, LayerCost, StageProblem, layer_cost, stage_problems
 from lowtide.planner.solve import StageSolution, relaxed_seconds, solve_least, solve_stage
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, resolve
+from support.hand_made_traces import DEVICE, Step, llama_trace, made_part, roofline
 
 MIB = 1 << 20
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hand_made_traces import DEVICE, Step, llama_trace, made_part, roofline
 from lowtide.config.check import check_text
 from lowtide.planner.expand import expand
 from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline
@@ -14,6 +13,7 @@ from lowtide.planner.problem import stage_problems
 from lowtide.planner.solve import solve_least, solve_stage
 from lowtide.planner.yaml_form import yaml_form
 from lowtide.policy import Catalogue, Keep, LayerPolicy, Operator, Pattern, Policy, Recompute, Rule, Swap, resolve
+from support.hand_made_traces import DEVICE, Step, llama_trace, made_part, roofline
 
 MIB = 1 << 20
 TRACE = llama_trace(8)

@@ -6,7 +6,7 @@ from hypothesis import given
 from lowtide.errors import PolicyError
 from lowtide.policy import Decision, Swap
 from lowtide.policy.decision import decision_as_json, decision_from_json
-from strategies import decisions
+from support.strategies import decisions
 
 
 @given(decisions)

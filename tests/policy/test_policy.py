@@ -28,7 +28,7 @@ from lowtide.policy import (
     parse_layers,
     resolve,
 )
-from strategies import policies
+from support.strategies import policies
 
 
 @given(policies())

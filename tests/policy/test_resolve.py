@@ -20,7 +20,7 @@ from lowtide.policy import (
     Swap,
     resolve,
 )
-from strategies import catalogues, policies
+from support.strategies import catalogues, policies
 
 LAYER = (
     Operator("norm", ("attention.wq", "attention.wk")),

@@ -21,7 +21,7 @@ from lowtide.report.adapt_page import MOST_STEPS, adaptive_events, adaptive_figu
 from lowtide.report.page import make_page
 from lowtide.report.run import Run, read_directory
 from lowtide.units import format_bytes, format_seconds
-from plan_cases import llama_plan
+from support.plan_cases import llama_plan
 
 GIB = 1 << 30
 

@@ -19,7 +19,7 @@ from lowtide.policy import Keep, Policy
 from lowtide.report.page import make_page
 from lowtide.report.run import Run, SettingRow
 from lowtide.report.tables import sections_of
-from plan_cases import llama_plan
+from support.plan_cases import llama_plan
 
 SECTIONS = ("memory", "options", "grid", "stages", "peak", "use", "honesty")
 RUN = Run(

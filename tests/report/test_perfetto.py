@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from lowtide.report.perfetto import perfetto_events, write_perfetto
-from plan_cases import llama_plan
+from support.plan_cases import llama_plan
 
 SIMULATION = llama_plan(4, 2, 2).simulation
 

@@ -13,7 +13,7 @@ from lowtide.planner.plan_file import plan_as_json
 from lowtide.report.page import make_page
 from lowtide.report.plan import explanation_as_json, print_explanation, print_plan
 from lowtide.report.words import headline, recommended, shown_options
-from plan_cases import GIB, llama_plan
+from support.plan_cases import GIB, llama_plan
 
 
 def printed(show: object, plan: Plan, width: int = 120) -> str:

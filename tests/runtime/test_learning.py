@@ -15,7 +15,7 @@ from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
-from stacks import ROWS, WIDTH, Stack, gated, lines, same, swap, train
+from support.stacks import ROWS, WIDTH, Stack, gated, lines, same, swap, train
 
 
 class ModelFailsError(Exception):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tide.testing import fresh_tide  # noqa: F401
 
 from lowtide.policy import Policy
-from parity_cases import GRID, case, run_case
+from support.parity_cases import GRID, case, run_case
 
 # Other cases than the benchmark's; every model once at least, in one setting or another.
 FIRST = 1_000_000 - 1_000_000 % len(GRID)

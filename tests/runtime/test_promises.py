@@ -17,7 +17,7 @@ from lowtide.errors import UnmatchedError
 from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
-from stacks import ROWS, WIDTH, Stack, gated, lines, recompute, same, swap, train
+from support.stacks import ROWS, WIDTH, Stack, gated, lines, recompute, same, swap, train
 
 ANY = Limits(minimum_bytes=1)
 KINDS = {

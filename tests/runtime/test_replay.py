@@ -10,7 +10,7 @@ from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
-from stacks import Body, gated, recompute, same, train
+from support.stacks import Body, gated, recompute, same, train
 
 
 def with_dropout(layer: Any, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lowtide.trace.capture import capture
 from lowtide.trace.trace import Event, Part, Trace
 from lowtide.train.run import Degrees, Precision
 from lowtide.train.traced import TracedRank, trace_rank
-from stacks import Stack, gated
+from support.stacks import Stack, gated
 
 SINGLE = Precision(parameters="float32", compute="float32")
 

@@ -6,13 +6,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tide
 import torch
 import torch.distributed as dist
 
-import tide
-from layout_cases import MODELS
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
+from support.layout_cases import MODELS
 from train.runs import close
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from layout_cases import MODELS
 from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.train.loop import Loop
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
 from lowtide.train.step import Step
+from support.layout_cases import MODELS
 from train.runs import close
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layout_cases import MODELS
 from lowtide.train.loop import Loop
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
 from lowtide.train.record import StepRecord
+from support.layout_cases import MODELS
 
 
 def train(model: str, settings: dict[str, Any], steps: int = 3, device: str = "cpu") -> list[tuple[float, float]]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from layout_cases import SHARD, TENSOR, Layout, data, pipeline
-from ranks import Ranks
+from support.layout_cases import SHARD, TENSOR, Layout, data, pipeline
+from support.ranks import Ranks
 from train import adaptive_runs
 from train.adaptive_runs import Ran
 

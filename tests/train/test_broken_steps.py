@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from layout_cases import SHARD, data
-from ranks import Ranks
+from support.layout_cases import SHARD, data
+from support.ranks import Ranks
 from train import broken_pipelines, broken_steps
 
 pytestmark = pytest.mark.xdist_group("layouts")

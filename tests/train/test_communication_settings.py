@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from layout_cases import TENSOR, data
-from ranks import Ranks
+from support.layout_cases import TENSOR, data
+from support.ranks import Ranks
 from train import adaptive_runs
 
 pytestmark = pytest.mark.xdist_group("layouts")

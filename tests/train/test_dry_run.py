@@ -11,7 +11,7 @@ from lowtide.operators.names import layer_operators
 from lowtide.train.dry_run import dry_run, plan_of
 from lowtide.train.run import read_run
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "yaml"
 
 
 def test_every_stage_is_built_and_counted() -> None:

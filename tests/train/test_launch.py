@@ -27,7 +27,7 @@ logs, deed, nodes, node, port = Path(sys.argv[1]), sys.argv[2], *map(int, sys.ar
 address = "127.0.0.1" if nodes > 1 else None
 settings = Launch(processes=2 if nodes == 1 else 1, nodes=nodes, node_rank=node, master_address=address,
                   master_port=port or None, max_restarts=int(deed == "fail_once"), log_dir=logs, timeout=60)
-sys.exit(launch("stand_in_rank", [str(logs), deed], settings))
+sys.exit(launch("support.stand_in_rank", [str(logs), deed], settings))
 """
 
 
@@ -68,7 +68,7 @@ def alive(process: int) -> bool:
 
 def test_ranks_meet_and_each_has_its_own_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = dict(os.environ)
-    assert launch("stand_in_rank", [str(tmp_path), "sum"], Launch(processes=2, log_dir=tmp_path)) == 0
+    assert launch("support.stand_in_rank", [str(tmp_path), "sum"], Launch(processes=2, log_dir=tmp_path)) == 0
     assert dict(os.environ) == before
     for rank in (0, 1):
         text = (tmp_path / f"worker_{rank}.log").read_text()
@@ -85,7 +85,8 @@ def test_ranks_meet_and_each_has_its_own_log(tmp_path: Path, capfd: pytest.Captu
 
 def test_a_failed_rank_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     said: list[str] = []
-    assert launch("stand_in_rank", [str(tmp_path), "fail"], Launch(processes=2, log_dir=tmp_path), said.append) == 1
+    settings = Launch(processes=2, log_dir=tmp_path)
+    assert launch("support.stand_in_rank", [str(tmp_path), "fail"], settings, said.append) == 1
     assert said[0].startswith("error: rank 1 ended with exit code 1")
     assert str(tmp_path / "worker_1.log") in said[0]
     assert re.search(r"worker_1.log ends with\n  (\[rank1\]: )?Traceback", said[0])  # and not with what went before
@@ -94,7 +95,7 @@ def test_a_failed_rank_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_a_restart_goes_on_in_the_same_log(tmp_path: Path) -> None:
     settings = Launch(processes=2, log_dir=tmp_path, max_restarts=1)
-    assert launch("stand_in_rank", [str(tmp_path), "fail_once"], settings) == 0
+    assert launch("support.stand_in_rank", [str(tmp_path), "fail_once"], settings) == 0
     text = (tmp_path / "worker_1.log").read_text()
     assert len(set(re.findall(r"process (\d+)", text))) == 2
     assert "made to fail" in text

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from layout_cases import LAYOUTS, MODELS, SHARD, Layout, data, pipeline
-from ranks import Ranks
+from support.layout_cases import LAYOUTS, MODELS, SHARD, Layout, data, pipeline
+from support.ranks import Ranks
 from train import runs
 
 pytestmark = pytest.mark.xdist_group("layouts")

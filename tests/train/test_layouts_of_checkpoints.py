@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.state import difference_between
-from ranks import Ranks
+from support.ranks import Ranks
 from train import checkpoint_programs as programs
 
 pytestmark = pytest.mark.xdist_group("checkpoint ranks")

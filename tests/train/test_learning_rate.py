@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowtide.config.schema.optimizer import GroupedLrSchedule, LrSchedule
 from lowtide.errors import ConfigError
 from lowtide.train.learning_rate import Schedule, groups_of, schedule_of
-from schema_reading import read
+from support.schema_reading import read
 
 
 def made(kind: str, total: int = 100, epoch: int = 10, default: float | None = None, **settings: Any) -> Schedule:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.train.loss_scale import Scale, scale_of
-from schema_reading import read
+from support.schema_reading import read
 
 
 def of(scale_sense: object) -> Scale:

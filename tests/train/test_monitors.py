@@ -15,7 +15,7 @@ from lowtide.train.logs import start_logging
 from lowtide.train.monitors import Curve, DropRate, JsonLines, LossLine, Profile, ProgressBar, TensorBoard, WandB
 from lowtide.train.monitors.loss_line import format_loss_line
 from lowtide.train.monitors.scalars import scalars
-from step_records import record
+from support.step_records import record
 
 
 @pytest.fixture

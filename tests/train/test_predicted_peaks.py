@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-import predicted_ranks
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.shape import DecoderShape
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.train.run import Degrees, Precision
 from lowtide.train.traced import TracedRank
-from ranks import Ranks
+from support import predicted_ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("layouts")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from layout_cases import MODELS, data
 from lowtide.train.record import StepRecord
-from ranks import Ranks
+from support.layout_cases import MODELS, data
+from support.ranks import Ranks
 from train import runs
 
 pytestmark = pytest.mark.xdist_group("layouts")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import typer
 
 from lowtide.cli.calibrate import calibrate
@@ -28,18 +31,19 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command()(calibrate)
-app.command()(check)
-app.command()(convert)
-app.command()(devices)
-app.command()(explain)
-app.command()(operators)
-app.command()(plan)
-app.command()(report)
-app.command(context_settings={"allow_interspersed_args": False})(run)  # the rest is the script's
-app.command()(schema)
-app.command()(selftest)
-app.command()(train)
+COMMANDS = (calibrate, check, convert, devices, explain, operators, plan, report, run, schema, selftest, train)
+
+
+def _help(function: Callable[..., None]) -> str:
+    """What the docstring says, a paragraph a line: it is wrapped where the terminal ends."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+
+
+for _command in COMMANDS:
+    # What follows a script is the script's.
+    _context = {"allow_interspersed_args": False} if _command is run else None
+    app.command(help=_help(_command), context_settings=_context)(_command)
 
 
 def _version(value: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -244,10 +245,12 @@ def train(
     Everything is written to the run directory: the settings, the policy, metrics.jsonl with one object a step,
     receipts, checkpoints, and a log a rank. Exit code 0; 1 if the file cannot be used or the run failed.
 
-    Example: [bold]lowtide train examples/train_swap_default.yaml --nproc 2 --log-dir output/msrun[/bold]
+    Example: [bold]lowtide train examples/yaml/train_swap_default.yaml --nproc 2 --log-dir output/msrun[/bold]
     """
     import gc
 
+    if sys.platform == "win32":  # no locks of files, and no signals that end a group of processes
+        raise typer.BadParameter("lowtide train runs on Linux; on Windows, run it in WSL, or train a loop of your own")
     from lowtide.errors import LowtideError
     from lowtide.train.launch import launch, tie_to_launcher
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowtide.config.check import check_text
-from schema_reading import errors, only_error, only_warning, read
+from support.schema_reading import errors, only_error, only_warning, read
 
 
 def test_the_guides_names_mean_the_same_in_either_spelling() -> None:

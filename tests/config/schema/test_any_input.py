@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lowtide.config.schema.callbacks import CALLBACKS, IGNORED
 from lowtide.config.schema.catalogue import AS_WRITTEN, SECTIONS, section_class
 from lowtide.config.schema.field import Section, known_names
-from schema_reading import ALL_SECTIONS, read
+from support.schema_reading import ALL_SECTIONS, read
 
 LEAVES = st.one_of(
     st.none(),

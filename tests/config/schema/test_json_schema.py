@@ -9,7 +9,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
 from lowtide.config.parse import parse_document
 from lowtide.config.problem import Problems
 from lowtide.config.schema import json_schema, read_sections
@@ -17,7 +16,8 @@ from lowtide.config.schema.callbacks import OtherCallback
 from lowtide.config.schema.catalogue import SECTIONS
 from lowtide.config.schema.field import known_names
 from lowtide.config.schema.top_level import TopLevel
-from schema_reading import ALL_SECTIONS
+from support.guide_examples import DEEPSEEK, FORTY_EIGHT_LAYERS, SWAP_CASES
+from support.schema_reading import ALL_SECTIONS
 
 TRAINING_CASE = """
 runner_config:

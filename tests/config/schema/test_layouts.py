@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schema_reading import errors, only_error, read
+from support.schema_reading import errors, only_error, read
 
 
 @pytest.mark.parametrize("key", ["training", "parallelism", "recompute", "recompute_comm", "swap"])

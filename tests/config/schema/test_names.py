@@ -13,7 +13,7 @@ from lowtide.config.schema.catalogue import section_class
 from lowtide.config.schema.docstrings import descriptions
 from lowtide.config.schema.field import Section, known_names
 from lowtide.config.schema.top_level import TopLevel
-from schema_reading import ALL_SECTIONS, errors, only_error, only_warning, read
+from support.schema_reading import ALL_SECTIONS, errors, only_error, only_warning, read
 
 # Every key of MindSpore Transformers' training files that is known here, by section.
 KEYS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schema_reading import errors, only_error, only_warning, read
+from support.schema_reading import errors, only_error, only_warning, read
 
 DROP_RATE = {"type": "MoEDropRateCallback", "expert_num": 4, "capacity_factor": 1.5, "num_layers": 8, "mtp_depth": 1}
 

@@ -21,7 +21,7 @@ from lowtide.config.schema.optimizer import Optimizer
 from lowtide.config.schema.parallel import ParallelConfig
 from lowtide.config.schema.reader import read_section
 from lowtide.config.schema.runner import RunnerConfig, RunnerWrapper
-from schema_reading import ALL_SECTIONS, errors, only_error, read
+from support.schema_reading import ALL_SECTIONS, errors, only_error, read
 
 
 @pytest.mark.parametrize(

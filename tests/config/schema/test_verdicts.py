@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowtide.config.schema.callbacks import CALLBACKS
-from schema_reading import errors, only_error, only_warning, read
+from support.schema_reading import errors, only_error, only_warning, read
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from lowtide.errors import ConfigError, DataError
 from lowtide.train.data.huggingface import hugging_face_tokens
 from lowtide.train.data.tokenizer import ByteTokenizer
-from schema_reading import read
+from support.schema_reading import read
 
 datasets = pytest.importorskip("datasets")
 

@@ -18,7 +18,7 @@ from lowtide.train.data import Source, batches_of, source_of
 from lowtide.train.data.megatron import IndexedTokens, write
 from lowtide.train.data.text import tokenized_files
 from lowtide.train.data.tokenizer import ByteTokenizer, tokenizer_of
-from schema_reading import read
+from support.schema_reading import read
 from train.readers import tokens_of
 
 WIKI = """ = Low tide =

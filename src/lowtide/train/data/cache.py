@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import uuid
@@ -29,7 +28,9 @@ def build_once(target: Path, build: Callable[[Path], None]) -> None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_name(target.name + ".lock"), "w") as lock:
-        with suppress(OSError):  # a file system without locks: see the note
+        with suppress(OSError, ImportError):  # a file system, or a system, without locks: see the note
+            import fcntl
+
             fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return

@@ -1,0 +1,59 @@
+"""One rank of a process group that sums its ranks: what the launcher starts in its tests.
+
+python -m support.stand_in_rank LOG_DIR sum|fail|fail_once|wait
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lowtide.errors import RunDirectoryError
+from lowtide.train.launch import launched, tie_to_launcher
+from lowtide.train.logs import start_logging
+from lowtide.train.options import restarted
+from lowtide.train.run_directory import RunDirectory, on_first_rank, open_run_directory
+
+
+def open_it(path: Path) -> RunDirectory:
+    return open_run_directory(path, settings={}, config="", checkpoint=None)
+
+
+def refuse() -> RunDirectory:
+    raise RunDirectoryError("refused by rank 0")
+
+
+def main(log_dir: Path, deed: str) -> None:
+    tie_to_launcher()
+    rank = int(os.environ["RANK"])
+    logs = start_logging(rank, log_dir, continued=restarted(), redirect=launched())
+    log = logging.getLogger("lowtide.stand_in")
+    dist.init_process_group("gloo")
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    log.info("sum %g of %d ranks, process %d", total.item(), dist.get_world_size(), os.getpid())
+    run = on_first_rank(lambda: open_it(log_dir / "run"))
+    log.info("run directory %s", run.path.name)
+    try:
+        on_first_rank(refuse)
+    except RunDirectoryError as error:
+        log.info("every rank knows: %s", error)
+    print(f"printed by {rank}", flush=True)
+    if deed == "wait":
+        (log_dir / f"waiting_{rank}").write_text(str(os.getpid()))
+        time.sleep(120)
+    if rank == 1 and (deed == "fail" or (deed == "fail_once" and not restarted())):
+        raise RuntimeError("this rank was made to fail")
+    dist.barrier()
+    dist.destroy_process_group()
+    logs.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
