@@ -69,7 +69,8 @@ def say(text: str) -> None:
 
 
 def _terminal() -> Console:
-    return _Terminal(stderr=True, highlight=False, markup=False, emoji=False)
+    # In a notebook too it is text: rich would make a block of HTML of each line.
+    return _Terminal(stderr=True, highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 
 def adaptive_text(plan: Plan, width: int = 110) -> str:

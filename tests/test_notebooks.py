@@ -1,0 +1,32 @@
+"""The notebooks run from top to bottom, on the virtual accelerator where they need a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_runs(file: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(file, as_version=4)
+    cells = notebook.cells
+    notebook.cells = [cell for cell in cells if "install" not in cell.metadata.get("tags", [])]
+    assert len(notebook.cells) == len(cells) - 1
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "selftest" in notebook.cells[-1].source
+    assert "bitwise" in notebook.cells[-1].outputs[0].text
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_saved_with_what_it_printed(file: Path) -> None:
+    cells = nbformat.read(file, as_version=4).cells
+    printed = [
+        cell for cell in cells if cell.cell_type == "code" and "print(" in cell.source and "def " not in cell.source
+    ]
+    assert printed
+    assert all(cell.outputs for cell in printed)
