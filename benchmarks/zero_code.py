@@ -59,7 +59,7 @@ CASES = (
     Script("GAN", "gan.py"),
     Script("distillation, bf16", "distillation.py", 0.6),
     Script("no repeated layers", "no_layers.py", has_layers=False),
-    Script("DDP, two ranks", "ddp.py", ranks=2),
+    Script("DDP, two ranks", "ddp.py", 0.6, ranks=2),
     Script("transformers Trainer", "trainer.py", 0.6, needs="accelerate"),
     Script("TRL SFT", "trl_sft.py", 0.8, needs="trl"),
     Script("accelerate", "accelerate_loop.py", needs="accelerate"),

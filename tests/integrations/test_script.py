@@ -45,7 +45,7 @@ def test_a_script_that_dies_alone_survives_with_the_same_results(
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     script = SCRIPTS / "ddp.py"
     alone = start(script, folder=tmp_path, ranks=2)
-    under = start(script, folder=tmp_path, under=["--quiet"], capacity=34 << 20, ranks=2)
+    under = start(script, folder=tmp_path, under=["--quiet"], capacity=40 << 20, ranks=2)
     assert under.code == 0, under.error
     assert under.said == ["lowtide: attached to Sequential, 8 layers at '1.layers', stepped by AdamW"]
     assert same(under.results, alone.results)

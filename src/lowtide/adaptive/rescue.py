@@ -351,10 +351,14 @@ class Rescue:
         self._needed = allocated + missing
         self.counts.note(f"{operator} lacked {format_bytes(missing)}, and nothing was left to offload")
         if self._inside and self._snapshot is None:
+            pieces = torch.accelerator.memory_reserved() - allocated
+            fragmented = (
+                f", and {format_bytes(pieces)} are reserved in pieces that do not fit" if pieces > missing else ""
+            )
             raise RescueError(
                 f"{operator} lacked {format_bytes(missing)}, and nothing is left to offload; at least"
-                f" {format_bytes(self._needed)} are needed; give whole steps to run.step(...), which can retry them"
-                " with more room, make the batch smaller, or shard the model over more devices"
+                f" {format_bytes(self._needed)} are needed{fragmented}; give whole steps to run.step(...), which can"
+                " retry them with more room, make the batch smaller, or shard the model over more devices"
             )
 
     # Hooks.
