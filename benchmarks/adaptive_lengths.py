@@ -42,9 +42,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import tide
-
 import lowtide
+import tide
 from lowtide import LayerPolicy, Policy, Recompute
 from models import Shape, llama, use_machine
 from stamp import stamped

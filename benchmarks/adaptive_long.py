@@ -33,17 +33,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tide
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tide import faults
 from torch import Tensor
 
 import lowtide
+import tide
 from models import Shape, llama, use_machine
 from stamp import stamped
+from tide import faults
 
 SHAPE = Shape(layers=4, sequence=256, hidden=128, intermediate=448, heads=2, vocabulary=200, factor=1 / 32)
 SAMPLES = 4

@@ -37,7 +37,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tide
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -45,6 +44,7 @@ from rich.table import Table
 from torch import nn
 
 import lowtide
+import tide
 from lowtide import Pattern, Policy, Recompute, Rule
 from lowtide.trace.trace import kernels_of
 from models import Shape, llama

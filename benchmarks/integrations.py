@@ -35,10 +35,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import tide
 import torch
 from rich.console import Console
 from rich.table import Table
+
+import tide
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

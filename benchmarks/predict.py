@@ -31,11 +31,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import tide
 import torch
 from rich.console import Console
 from rich.table import Table
 
+import tide
 from lowtide.cost.calibrate import calibrate
 from lowtide.cost.device import Device
 from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline

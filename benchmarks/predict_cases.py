@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import tide
 import torch
 import torch.distributed as dist
 import transformers
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
+import tide
 from lowtide.models.build import build_model
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.initialise import initialise

@@ -29,9 +29,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tide  # noqa: F401  results are saved on its device
 from rich.console import Console
 from rich.table import Table
+
+import tide  # noqa: F401  results are saved on its device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

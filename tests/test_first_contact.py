@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -24,6 +23,7 @@ from lowtide import ModelError, Policy, PolicyError, Recompute, Rule
 from lowtide.adaptive.session import Adaptive
 from lowtide.trace.capture import capture
 from support.tiny_models import tiny
+from tide.testing import fresh_tide  # noqa: F401
 
 RECOMPUTED = Policy.uniform([Rule("up", Recompute())])
 

@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-import tide
 import torch
 
+import tide
 from support.length_cases import Loop, Net, on_ranks
 from support.ranks import Ranks
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.adaptive.counts import Counts
 from lowtide.adaptive.offload import SavedStorages
 from lowtide.operators.saved import unpack
+from tide.testing import fresh_tide  # noqa: F401
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide import faults
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 
 from lowtide._torch_private.operators import scoped_library
@@ -29,6 +27,8 @@ from support.sweep_cases import (
     spoilt_on,
     uneven_optimizers,
 )
+from tide import faults
+from tide.testing import fresh_tide  # noqa: F401
 
 ROWS, WIDTH = 64, 64
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +18,7 @@ from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.step_snapshot import Contents
 from lowtide.errors import RescueError
 from tide import faults
+from tide.testing import fresh_tide  # noqa: F401
 
 WIDTH = 32
 Step = Callable[[], Tensor]

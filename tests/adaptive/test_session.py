@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import tide
 import torch
 
 import lowtide
+import tide
 from lowtide import LayerPolicy, Policy, Recompute
 from lowtide._torch_private.memory import MemoryStats
 from lowtide.adaptive.fragmentation import Fragmentation

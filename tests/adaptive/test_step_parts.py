@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import tide
 import torch
-from tide import faults
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 
 import lowtide
+import tide
 from lowtide.errors import RescueError
 from support.ranks import Ranks
 from support.step_part_cases import MICRO, WIDTH, Net, spoilt_on_one_rank
+from tide import faults
+from tide.testing import fresh_tide  # noqa: F401
 
 STEPS = 8
 Disturb = Callable[[int, int], None]

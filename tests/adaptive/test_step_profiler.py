@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tide
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import tide
 from lowtide.adaptive.machine import profile_device
 from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.errors import TraceError

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tide
 import torch
-from tide import faults
 
+import tide
 from lowtide._torch_private.memory import MemoryStats
 from lowtide.adaptive.rescue import Rescue
 from lowtide.adaptive.suspicion import WATCHED, Suspicion
 from support.ranks import Ranks
 from support.watched_loop import PLANNED, PROFILING, ROWS, WIDTH, Loop, one_rank_is_short
+from tide import faults
 
 
 @pytest.fixture

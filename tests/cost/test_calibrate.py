@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 
 import tide
 from lowtide.cost.calibrate import calibrate, measure_more
@@ -17,6 +16,7 @@ from lowtide.cost.stopwatch import settled_seconds, watch_for
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Kernel, Trace, kernels_of
 from models.shapes import built, deepseek, llama, loss_of, tokens
+from tide.testing import fresh_tide  # noqa: F401
 
 TIDE = torch.device("tide")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +16,7 @@ from lowtide.models.build import build_model
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Trace
 from models.shapes import LENGTH, deepseek, llama, loss_of
+from tide.testing import fresh_tide  # noqa: F401
 
 SHAPES = {
     "llama": llama(num_layers=2),

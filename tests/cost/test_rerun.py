@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,6 +18,7 @@ from lowtide.cost.shape import shape_text
 from lowtide.cost.standard import standard_kernels
 from lowtide.models.build import build_model
 from models.shapes import deepseek, llama, loss_of, tokens
+from tide.testing import fresh_tide  # noqa: F401
 
 CPU, TIDE = torch.device("cpu"), torch.device("tide")
 

@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import tide
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 
+import tide
 from support.fault_cases import FAULTS, FAULTY, STEPS, Fault, Session, as_markdown, settle
 from support.stacks import lines, same, swap
+from tide.testing import fresh_tide  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tide
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 
+import tide
 from lowtide import LowtideError, Policy, Recompute, Swap
 from support.framework_cases import CASES, Case, Job, tight
+from tide.testing import fresh_tide  # noqa: F401
 
 POLICY = Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
 WHOLE = Policy.uniform(default=Recompute())

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
 from lowtide.errors import ModelError
 from lowtide.models.chunked_loss import chunked_cross_entropy
+from tide.testing import fresh_tide  # noqa: F401
 
 Reduction = Literal["mean", "sum"]
 

@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-import tide
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tide
 from lowtide import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap, apply
 from lowtide.operators.effect import Effect, effect_of, freed_by_recompute, freed_by_swap
 from lowtide.operators.kinds import LayerKind

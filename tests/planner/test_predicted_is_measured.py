@@ -7,11 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
-import tide
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+import tide
 from lowtide.cost.calibrate import calibrate
 from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise

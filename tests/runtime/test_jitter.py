@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tide
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 
+import tide
 from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.policy import LayerPolicy, Pattern, Recompute, Rule, Swap
 from lowtide.runtime.limits import Limits
 from support.stacks import ROWS, WIDTH, gated, same, swap, train
+from tide.testing import fresh_tide  # noqa: F401
 
 MICROSECONDS = 50
 POLICIES = {

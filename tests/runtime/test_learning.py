@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +15,7 @@ from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
 from support.stacks import ROWS, WIDTH, Stack, gated, lines, same, swap, train
+from tide.testing import fresh_tide  # noqa: F401
 
 
 class ModelFailsError(Exception):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tide.testing import fresh_tide  # noqa: F401
 
 from lowtide.policy import Policy
 from support.parity_cases import GRID, case, run_case
+from tide.testing import fresh_tide  # noqa: F401
 
 # Other cases than the benchmark's; every model once at least, in one setting or another.
 FIRST = 1_000_000 - 1_000_000 % len(GRID)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, 
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
 from support.stacks import ROWS, WIDTH, Stack, gated, lines, recompute, same, swap, train
+from tide.testing import fresh_tide  # noqa: F401
 
 ANY = Limits(minimum_bytes=1)
 KINDS = {

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.nn import functional
 
 from support.stacks import Body, gated, recompute, same, train
+from tide.testing import fresh_tide  # noqa: F401
 
 
 def with_dropout(layer: Any, x: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tide
 import torch
-from tide.testing import expect_races, fresh_tide  # noqa: F401
 from torch import Tensor
 
+import tide
 from lowtide.policy import Swap
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
@@ -26,6 +25,7 @@ from lowtide.runtime.swap import SwapManager
 from lowtide.runtime.swapped import Swapped
 from lowtide.runtime.transfer import Transfer
 from support.stacks import ROWS, WIDTH, gated, lines, same, swap, train
+from tide.testing import expect_races, fresh_tide  # noqa: F401
 
 EVERYTHING = 1 << 40
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tide
 import torch
 import torch.distributed as dist
-from tide.testing import fresh_tide  # noqa: F401
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+import tide
 from lowtide._torch_private.storages import storage_key
 from lowtide.errors import SwapError
 from lowtide.operators.saved import kept_apart, unpack
@@ -22,6 +21,7 @@ from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.swap import Offloads, SwapManager
 from support.stacks import ROWS, WIDTH, gated, lines, same, swap, train
+from tide.testing import fresh_tide  # noqa: F401
 
 HIDDEN = ROWS * 2 * WIDTH * 4
 """The bytes of what ``up``, ``silu``, ``sigmoid`` and ``mul`` of a layer make."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
-import tide
 import torch
 from torch import Tensor
 
+import tide
 from lowtide.errors import SwapError
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import tide
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+import tide
 
 WIDTH = 32
 

@@ -7,11 +7,11 @@ import json
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import tide
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tide
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.policy import LayerPolicy, Policy

@@ -17,10 +17,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import tide
 import torch
 from torch import Tensor
 
+import tide
 from lowtide.operators.survey import survey
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply

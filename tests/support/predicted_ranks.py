@@ -6,13 +6,13 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import tide
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
+import tide
 from lowtide.cost.devices import find_device
 from lowtide.cost.imagined import device_kernels
 from lowtide.models.build import build_model

@@ -10,18 +10,18 @@ import gc
 from collections.abc import Callable
 from typing import Literal
 
-import tide
 import torch
 import torch.distributed as dist
-from tide import faults
 from torch import Tensor
 
 import lowtide
+import tide
 from lowtide.adaptive.session import Adaptive
 from lowtide.errors import RescueError
 from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
 from support.sweep_cases import LAYOUTS, SHARES, Outcome, Subject, alone, phase_of, settled
+from tide import faults
 
 __all__ = ["in_session", "session_of", "session_on_ranks", "unsuspected"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tide
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+import tide
 
 __all__ = ["MICRO", "WIDTH", "Net", "spoilt_on_one_rank"]
 

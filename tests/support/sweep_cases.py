@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import tide
 import torch
 import torch.distributed as dist
-from tide import faults
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+import tide
 from lowtide._torch_private.operators import scoped_library
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.adaptive.rescue import Rescue
@@ -34,6 +33,7 @@ from numerics.layouts import sequence_parallel_model
 from numerics.model import build as small_llama
 from numerics.model import loss_of, tokens_of
 from support.parity_models import VOCABULARY, build
+from tide import faults
 
 __all__ = [
     "LAYOUTS",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import tide
 import torch
 import torch.distributed as dist
-from tide import faults
 from torch import Tensor, nn
 
 import lowtide
+import tide
 from lowtide._torch_private.modes import dispatch_modes_on
 from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.adaptive.session import Adaptive
 from lowtide.adaptive.suspicion import SETTLING
+from tide import faults
 
 WIDTH, PROFILING, ROWS = 64, 5, 64
 PLANNED = PROFILING + SETTLING + 1

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tide
 import torch
 import torch.distributed as dist
 
+import tide
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
 from support.layout_cases import MODELS
