@@ -32,6 +32,15 @@ def test_a_plan_of_a_live_model_can_be_applied_and_is_exact() -> None:
     lowtide.verify(model, plan.policy, batch)
 
 
+def test_a_plan_is_printed_as_one_line_and_says_that_no_optimizer_is_in_it() -> None:
+    model, batch = build()
+    made = lowtide.plan(model, lambda: model(batch).sum(), budget="1GiB", device="h100")
+    assert repr(made).startswith("Plan(")
+    assert "on h100 fits 1 GiB: " in repr(made)
+    assert len(repr(made)) < 200
+    assert any("optimizer" in note for note in made.notes)
+
+
 def test_a_model_without_a_run_is_refused_with_what_to_give() -> None:
     model, _ = build()
     with pytest.raises(lowtide.PlanError, match=r"Sequential is planned for by running it: give run="):

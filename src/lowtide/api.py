@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,12 +129,14 @@ def plan(
 ) -> Plan:
     """The fastest Policy of ``model`` whose memory fits ``budget`` on ``device``.
 
-    ``model`` is a Trace, or a ``torch.nn.Module`` with ``run``, which does one forward and returns the loss, or what
-    has the loss: an object with ``.loss``, a tuple that begins with it. The model is then run four times: with fake
-    parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file of a calibrated one, a Device, or
-    torch's name for the one of this machine, such as ``"cuda"``. ``budget`` is a size such as ``"60GiB"``; ``"auto"``
-    is all but a twentieth of the device's memory. ``layers`` names the module that holds the layers, where a model has
-    several stacks: one is planned, and a warning says which are not.
+    ``model`` is a Trace, or a ``torch.nn.Module`` with ``run``, which does one forward and returns the loss, or
+    what has the loss: an object with ``.loss``, a tuple that begins with it. The model is then run four times: with
+    fake parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file of a calibrated one, a
+    Device, or torch's name for the one of this machine, such as ``"cuda"``. ``budget`` is a size such as
+    ``"60GiB"``; ``"auto"`` is all but a twentieth of the device's memory. What the optimizer holds is not in a
+    model's step: leave room for it, which is twice the parameters for AdamW, or plan from the Trace of an adaptive
+    run. ``layers`` names the module that holds the layers, where a model has several stacks: one is planned, and a
+    warning says which are not.
 
     If nothing fits, InfeasibleError is raised, with the plan that needs least as its ``plan``; with ``must_fit=False``
     that plan is returned, and its ``feasible`` is False. Nothing is applied:
@@ -143,9 +146,9 @@ def plan(
     """
     from lowtide.planner.make import make_plan
 
-    target = _device(device)
+    target, trace = _device(device), _trace(model, run, layers)
     made = make_plan(
-        _trace(model, run, layers),
+        trace,
         target.budget if budget == "auto" else parse_budget(budget),
         target,
         pipeline,
@@ -154,6 +157,8 @@ def plan(
         host_memory=None if host_memory is None else parse_bytes(host_memory),
         fixed=fixed,
     )
+    if not trace.optimizer_name:
+        made = replace(made, notes=(*made.notes, "the optimizer's states are not counted: leave room for them"))
     if must_fit and not made.feasible:
         raise InfeasibleError(
             f"{made.notes[0]}. The plan that needs least is this error's `plan`; must_fit=False returns it", made

@@ -14,6 +14,7 @@ from lowtide.policy import Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, 
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.ledger import WAITING
 from lowtide.runtime.limits import Limits
+from lowtide.runtime.receipt import Receipt, SettingReceipt
 
 LAYERS, WIDTH = 4, 256
 
@@ -140,3 +141,11 @@ def test_a_run_without_receipts_does_not_gather_events() -> None:
     assert len(handle.ledger.timed) <= WAITING
     assert handle.receipt().operators
     handle.remove()
+
+
+def test_a_pattern_with_brackets_is_printed_as_it_is_written() -> None:
+    setting = SettingReceipt(r"mlp\[\*\]", "recompute", (0,), ("mlp[*]",), 0, 0, 0, 0.0, 0.0, 0.0, ())
+    text = str(Receipt((setting,), (), (r"up[\d]: nothing matches",)))
+    assert r"mlp\[\*\]: recompute" in text
+    assert "mlp[*]" in text
+    assert r"up[\d]: nothing" in text

@@ -9,6 +9,7 @@ from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.simulation import Simulation
 from lowtide.planner.workload import Workload
 from lowtide.policy import Decision, Policy
+from lowtide.units import format_bytes, format_seconds
 
 __all__ = ["UNBOUNDED", "Option", "Plan", "PlannedOperator"]
 
@@ -39,7 +40,7 @@ class Option:
     """What to write to get it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The fastest Policy that fits a budget."""
 
@@ -74,6 +75,13 @@ class Plan:
     it was not asked for."""
     workload: Workload = field(default_factory=Workload)
     """The batch, the layout and the types of numbers that it is for."""
+
+    def __repr__(self) -> str:
+        """One line: all of it would be pages."""
+        verb = "fits" if self.feasible else "does not fit"
+        budget = f" {verb} {format_bytes(self.budget)}" if self.bounded else ""
+        found = f"{format_bytes(self.simulation.reserved)}, {format_seconds(self.simulation.seconds)} a step"
+        return f"Plan({self.model} on {self.device}{budget}: {found}, Policy {self.policy.digest[:8]})"
 
     @property
     def bounded(self) -> bool:

@@ -88,6 +88,7 @@ class Receipt(NamedTuple):
 
     def __rich__(self) -> Table:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, pad_edge=False)
         for name in ("setting", "layers", "operators", "moved", "freed", "copy", "stall", "recompute", "remarks"):
@@ -95,16 +96,16 @@ class Receipt(NamedTuple):
             table.add_column(name, justify="right" if right else "left", no_wrap=right)
         for one in self.settings:
             table.add_row(
-                f"{one.setting}: {one.action}",
+                Text(f"{one.setting}: {one.action}"),  # a pattern has brackets, which a string's markup would take
                 format_layers(one.layers) or "root",
-                _few(one.operators),
+                Text(_few(one.operators)),
                 format_bytes(one.moved_bytes) if one.moved_bytes else "",
                 format_bytes(one.freed_bytes) if one.freed_bytes is not None else "?",
                 *(format_seconds(seconds) if seconds else "" for seconds in one[7:10]),
-                "; ".join(one.notes),
+                Text("; ".join(one.notes)),
             )
         for line in self.without_effect:
-            table.add_row(line)
+            table.add_row(Text(line))
         return table
 
     def __str__(self) -> str:
