@@ -60,7 +60,7 @@ def section(name: str, figures: dict[str, Any]) -> str:
 def where(stamp: dict[str, Any] | None) -> str:
     """Where a result comes from."""
     if stamp is None:
-        return "*Recorded before November 2026, when benchmarks began to stamp their results.*"
+        return "*Recorded before benchmarks stamped their results.*"
     simulated = "**simulated** where it is time; " if stamp["virtual_accelerator"] else ""
     versions = f"torch {stamp['torch']}, Python {stamp['python']}"
     return f"*{simulated}commit {stamp['commit']}, {stamp['date']}, {versions}, {stamp['machine']}.*"

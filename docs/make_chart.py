@@ -9,12 +9,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "at_a_budget.json"
 IMAGE = ROOT / "docs" / "images" / "at-a-budget.svg"
-WIDTH, HEIGHT = 760, 400
+WIDTH, HEIGHT = 760, 410
 LEFT, RIGHT, TOP, BOTTOM = 70, 730, 48, 330
 TEAL, GREY, INK, FAINT = "#0f766e", "#64748b", "#0f172a", "#e2e8f0"
 STYLE = f"""<style>
-text {{ font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {INK}; }}
-.small {{ font-size: 12px; fill: {GREY}; }} .ours {{ fill: {TEAL}; font-weight: 600; }}
+text {{ font: 17px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {INK}; }}
+.small {{ font-size: 14px; fill: {GREY}; }} .ours {{ fill: {TEAL}; font-weight: 600; }}
 </style>"""
 
 
@@ -44,9 +44,9 @@ def drawn(points: list[dict[str, Any]]) -> str:
             f'<text class="small" x="{x(share):.1f}" y="{BOTTOM + 20}" text-anchor="middle">{share:.0%}</text>'
         )
     middle = (LEFT + RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{BOTTOM + 44}" text-anchor="middle">peak memory of the activations</text>')
+    parts.append(f'<text x="{middle}" y="{BOTTOM + 46}" text-anchor="middle">peak memory of the activations</text>')
     parts.append(
-        f'<text class="small" x="{middle}" y="{BOTTOM + 62}" text-anchor="middle">'
+        f'<text class="small" x="{middle}" y="{BOTTOM + 68}" text-anchor="middle">'
         "simulated on the virtual accelerator; lower and further left is better</text>"
     )
     ours = sorted((one for one in points if one["name"].startswith("lowtide")), key=lambda one: one["peak"])
@@ -59,14 +59,18 @@ def drawn(points: list[dict[str, Any]]) -> str:
         if above:  # an arrow out of the chart
             parts.append(f'<path d="M {across - 7:.1f} {down + 8:.1f} l 7 -12 l 7 12 z" fill="{colour}"/>')
         else:
-            parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="6" fill="{colour}"/>')
+            parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="8" fill="{colour}"/>')
         name = f"{one['name']}, {one['time']:.1f}x" if above else one["name"]
         right = across > RIGHT - 90
         if mine:
-            parts.append(f'<text class="ours" x="{across - 8:.1f}" y="{down + 18:.1f}" text-anchor="end">{name}</text>')
+            parts.append(
+                f'<text class="ours" x="{across - 12:.1f}" y="{down + 22:.1f}" text-anchor="end">{name}</text>'
+            )
         else:
-            place, anchor = (across - 12, "end") if right else (across + 12, "start")
-            height = down + (-7 if one["name"] == "save_on_cpu" else 5)  # next to the other arrow
+            place, anchor = (across - 14, "end") if right else (across + 14, "start")
+            height = down + 5
+            if one["name"] == "save_on_cpu":  # the other arrow is next to it
+                place, height = across - 7, down + 28
             parts.append(f'<text x="{place:.1f}" y="{height:.1f}" text-anchor="{anchor}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -13,12 +13,12 @@ BLOCK = re.compile(r"(<!-- help: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def help_of(command: str) -> str:
-    """What ``lowtide COMMAND --help`` prints on a terminal of 100 columns, without colours."""
+    """What ``lowtide COMMAND --help`` prints on a terminal of 88 columns, without colours."""
     from typer.testing import CliRunner
 
     from lowtide.cli.main import app
 
-    environment = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    environment = {"COLUMNS": "88", "TERMINAL_WIDTH": "88", "NO_COLOR": "1", "TERM": "dumb"}
     text = CliRunner().invoke(app, [command, "--help"], env=environment, prog_name="lowtide").output
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
