@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "composition.md"
 TESTS = ROOT / "tests" / "numerics"
+RECORD = ROOT / "benchmarks" / "results" / "slow_tests.json"
 COLUMNS = (
     "recompute operators", "recompute layers", "swap", "swap to disk", "boundary swap", "mixed",
 )  # fmt: skip
@@ -25,8 +27,9 @@ TEXT = """\
 # With everything else
 
 What lowtide is combined with, and the result. This page is written by `docs/make_composition.py` from the tests in
-`tests/numerics`; a test fails if it is out of date. *Exact* means that the loss and every gradient of some steps, with
-the optimizer's steps between them, are bitwise those of the same run without lowtide. *Refused* means a `PolicyError`.
+`tests/numerics`; a test fails if it is out of date. Rows that only the nightly run proves say when that was. *Exact*
+means that the loss and every gradient of some steps, with the optimizer's steps between them, are bitwise those of the
+same run without lowtide. *Refused* means a `PolicyError`.
 
 Apply the Policy before `fully_shard` and before `DistributedDataParallel`, after or before `parallelize_module`, and to
 the layers of each stage of a pipeline.
@@ -71,6 +74,8 @@ class Cell(NamedTuple):
     column: str
     outcome: str
     test: str
+    slow: bool
+    """Whether only the nightly run has it."""
 
 
 class Collector:
@@ -86,7 +91,8 @@ class Collector:
                 given = item.callspec.params
                 outcome = "refused" if marker.kwargs.get("refused") else "exact"
                 name = f"{item.path.name}::{item.originalname}"
-                self.cells.append(Cell(given["row"], given["column"], outcome, name))
+                slow = item.get_closest_marker("slow") is not None
+                self.cells.append(Cell(given["row"], given["column"], outcome, name, slow))
 
 
 def collect() -> list[Cell]:
@@ -111,8 +117,17 @@ def table(cells: list[Cell]) -> str:
             raise SystemExit(f"{row}: a combination is proved to be exact and to be refused")
         shown = [next(iter(outcome), "–") for outcome in outcomes]
         tests = ", ".join(f"`{test}`" for test in dict.fromkeys(cell.test for cell in mine))
-        lines.append(f"| {row} | {' | '.join(shown)} | {tests} |")
+        nightly = f" ({last_run()})" if all(cell.slow for cell in mine) else ""
+        lines.append(f"| {row} | {' | '.join(shown)} | {tests}{nightly} |")
     return "\n".join(lines)
+
+
+def last_run() -> str:
+    """When the slow tests ran last, as ``scripts/nightly slow`` has recorded it."""
+    if not RECORD.exists():
+        return "nightly; no run is recorded yet"
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    return f"nightly, last on {record['date']} at {record['commit']}"
 
 
 def main() -> None:
