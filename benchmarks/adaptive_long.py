@@ -17,7 +17,9 @@ rescued by anybody, and the neighbour pauses then.
 - ``died``: whether it ended early; ``not_bitwise``: losses, of evaluations too, and generated tokens that differ from
   those of the same program without lowtide on a large device.
 - ``drift_device``: bytes allocated at the end of the last checkpoint's step less those at the end of the first's;
-  ``drift_host``: how much the process has grown on the host from the middle to the end, against its size.
+  ``drift_host``: how much the process has grown on the host from the middle to the end, against its size;
+  ``drift_in_use``: the same of what is allocated in it, by malloc's own count: the rest is what malloc holds in pieces.
+  ``drift_host_without``: that of the program without lowtide.
 - ``taken``, ``taken_within``: how often the neighbour took memory, between steps and within one.
 - ``rescued``, ``retried``, ``replans``, ``plans``, ``races``: what the run did about it.
 """
@@ -25,13 +27,14 @@ rescued by anybody, and the neighbour pauses then.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import io
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -153,10 +156,38 @@ class Neighbour:
         tide.configure(capacity=self.capacity)
 
 
-def host_bytes() -> int:
-    """What this process has of the host."""
+class Host(NamedTuple):
+    """What this process has of the host, and how much of that is allocated by malloc's own count."""
+
+    resident: int
+    in_use: int
+
+
+class _Malloc(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def host() -> Host:
+    """The host's memory now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Malloc
+    found = library.mallinfo2()
+    return Host(pages * 4096, found.uordblks + found.hblkhd)
+
+
+def drift(middle: Host) -> dict[str, float]:
+    """How much the process has grown since the middle of the run."""
+    now = host()
+    return {
+        "drift_host": round((now.resident - middle.resident) / now.resident, 4),
+        "drift_in_use": round((now.in_use - middle.in_use) / now.in_use, 4),
+    }
 
 
 def activations() -> tuple[int, int]:
@@ -178,7 +209,7 @@ def trained(steps: int, capacity: int | None, static: int, console: Console) -> 
         tide.configure(capacity=capacity)
         run = lowtide.adapt(program.model, program.optimizer, verbose=False)
     found: list[float] = []
-    died, device, host = "", [], 0
+    died, device, middle = "", [], host()
     title = "adapted" if run is not None else "without lowtide"
     for number in track(range(1, steps + 1), title, console=console, disable=not console.is_terminal, transient=True):
         length = int(torch.randint(SHORTEST, LONGEST + 1, (), generator=program.generator))
@@ -201,15 +232,14 @@ def trained(steps: int, capacity: int | None, static: int, console: Console) -> 
             gc.collect()
             device.append(int(torch.accelerator.memory_allocated()))
         if number == steps // 2:
-            host = host_bytes()
-    result: dict[str, Any] = {}
+            middle = host()
+    result: dict[str, Any] = dict(drift(middle))
     if run is not None:
         kinds = [event.kind for event in run.events]
         console.print(*(f"step {one.step}: {one.text}" for one in run.events[:40]), sep="\n", highlight=False)
-        result = {
+        result |= {
             "died": died[:300],
             "drift_device": device[-1] - device[0] if device else 0,
-            "drift_host": round((host_bytes() - host) / host_bytes(), 4),
             "taken": neighbour.taken,
             "taken_within": neighbour.taken_within,
             "rescued": sum(step.rescued for step in run.steps),
@@ -233,7 +263,7 @@ def main() -> int:
     steps = 100 if arguments.quick else 2000
     static, more = activations()
     capacity = static + more * 7 // 10
-    expected, _ = trained(steps, None, static, console)
+    expected, without = trained(steps, None, static, console)
     found, figures = trained(steps, capacity, static, console)
     result = {
         "steps": steps,
@@ -242,6 +272,7 @@ def main() -> int:
         "missing": len(expected) - len(found),
         "capacity": capacity,
         **figures,
+        "drift_host_without": without["drift_host"],
         "seconds": round(time.perf_counter() - start),
     }
     table = Table("figure", "value", "limit")
