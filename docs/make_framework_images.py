@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.script_cases import SCRIPTS, on_tide
 
-LINES = 22
+LINES = 15
 """The most lines that are shown of what a script prints."""
 
 
