@@ -1,7 +1,7 @@
 """Two models that train against each other, with an optimizer each: one `lowtide.adapt` for each of them.
 
-Each is measured and planned by itself. Give each its steps with `run.step`, one after the other: inside two `with`
-blocks the steps of the two would overlap, and neither could be measured.
+Each is measured and planned by itself. Give each its steps with `run.step`, one after the other: where the steps of the
+two overlap, as inside two `with` around one loop, neither can be measured.
 
     python examples/python/gan.py --tiny --budget 10MiB
 """
