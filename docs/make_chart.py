@@ -63,9 +63,9 @@ def drawn(points: list[dict[str, Any]]) -> str:
         name = f"{one['name']}, {one['time']:.1f}x" if above else one["name"]
         right = across > RIGHT - 90
         if mine:
-            parts.append(
-                f'<text class="ours" x="{across - 12:.1f}" y="{down + 22:.1f}" text-anchor="end">{name}</text>'
-            )
+            at_margin = across < LEFT + 130
+            place, height, anchor = (across - 6, down + 48, "start") if at_margin else (across - 12, down + 22, "end")
+            parts.append(f'<text class="ours" x="{place:.1f}" y="{height:.1f}" text-anchor="{anchor}">{name}</text>')
         else:
             place, anchor = (across - 14, "end") if right else (across + 14, "start")
             height = down + 5
