@@ -14,11 +14,11 @@ other's of the same round.
 - ``virtual_*``: the same on the virtual clock, where issuing a kernel takes 5 microseconds of the host's time. It is
   exact, and sees kernels and waiting, but not Python.
 - ``noise``, ``noise_ranks``: the ratio of two models that both have the Policy by hand.
+- ``armed``: steps in which operators were watched, while steps were measured.
 
 All models are made anew several times and the median of the medians is given: two that are built alike differ by some
-percent, each time in another direction, with where their memory came to lie.
-
-- ``armed``: steps in which operators were watched, while steps were measured.
+percent, each time in another direction, with where their memory came to lie. ``spread_*`` are the smallest and the
+largest of these medians.
 
 ``--small`` takes a model of tiny operators, for which a dispatch mode costs most.
 """

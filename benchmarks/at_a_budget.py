@@ -14,7 +14,7 @@ One model, trained from the same start in every configuration, two steps, the se
 
 For each: ``peak``, the bytes of the device at their highest above parameters and gradients, and ``time``, both over
 ``keep``'s, and whether loss and gradients are bitwise ``keep``'s. ``over_budget`` counts plans whose peak is above what
-they were given, ``beaten`` the others that are both smaller and faster than one of lowtide's.
+they were given, ``beaten`` how often one of the others fits what a plan was given and is faster than it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> int:
         "step_ms": round(kept.nanoseconds / 1e6, 2),
         "over_budget": sum(one["peak"] > share for share, one in ours.items()),
         "beaten": sum(
-            one["peak"] <= mine["peak"] and one["time"] < mine["time"] for one in others for mine in ours.values()
+            one["peak"] <= share and one["time"] < mine["time"] for one in others for share, mine in ours.items()
         ),
         "not_bitwise": sum(not one["bitwise"] for one in ours.values()),
         "without": [] if module is not None else ["TRL offload"],

@@ -38,7 +38,6 @@ PACKAGES = {
 LIST = """
 import sys
 from lowtide.cli.main import app
-from stamp import stamped
 try:
     app(["check", sys.argv[1]])
 except SystemExit:

@@ -23,10 +23,11 @@ def help_of(command: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
-def rendered(page: str) -> str:
+def rendered() -> str:
     """The page with the help of each command as it is now."""
+    page = PAGE.read_text(encoding="utf-8")
     return BLOCK.sub(lambda found: f"{found[1]}```text\n{help_of(found[2])}\n```\n{found[3]}", page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(rendered(), encoding="utf-8")

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """The classes of tensors that hold their bytes themselves."""
 
 

@@ -47,13 +47,10 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """:func:`version_of` of each; ten times as fast where none of them is a subclass's."""
-    if _PLAIN.issuperset(map(type, tensors)):
+    if PLAIN.issuperset(map(type, tensors)):
         with suppress(RuntimeError):  # one of them was made in inference mode
             return list(map(own_version, tensors))
     return list(map(version_of, tensors))
-
-
-_PLAIN = frozenset(PLAIN)
 
 
 def count_of_writes(tensor: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class RetryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and not _PLAIN.issuperset(types):
+        if types and not PLAIN.issuperset(types):
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
                 return NotImplemented
             return func(*args, **(kwargs or {}))  # fake tensors, by which DTensor propagates shapes
@@ -251,9 +251,6 @@ class _Call:
             )
             for index in range(count)
         ]
-
-
-_PLAIN = frozenset(PLAIN)
 
 
 def _traits(func: Any) -> _Traits:

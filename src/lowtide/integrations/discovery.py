@@ -158,8 +158,8 @@ class Discovery:
 
             if self._frameworks:  # a training inside a training
                 return original(this, *args, **kwargs)
-            self._frameworks += 1
             attachment = self._new_attachment()
+            self._frameworks += 1
             try:
                 try:
                     integration(this)(this, attachment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
@@ -254,7 +254,7 @@ def _gather(value: Any, found: list[Tensor]) -> None:
         found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def mapped(value: Any, leaf: Callable[[Any], Any], leaves: tuple[type, ...]) -> Any:
+def mapped(value: Any, leaf: Callable[[Any], Any], leaves: Collection[type]) -> Any:
     """The same nesting of tuples, lists and mappings, with ``leaf(value)`` for each value of a class in ``leaves``."""
     kind = type(value)
     if kind in leaves:
