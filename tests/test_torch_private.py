@@ -28,7 +28,7 @@ from lowtide._torch_private.checkpointing import (
     runs_in_checkpoint,
 )
 from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
-from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, under_compilation
+from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, uncompiled, under_compilation
 from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
 from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modes import (
@@ -240,6 +240,8 @@ def test_compiled_modules_are_known_and_so_is_code_that_runs_in_them() -> None:
     outside = torch.compile(module, backend="eager")
     assert is_compiled(outside)
     assert compiled_call(outside) == "forward"
+    assert uncompiled(outside) is module
+    assert uncompiled(module) is module
     outside(torch.ones(1))
     module.compile(backend="eager")
     assert is_compiled(module)

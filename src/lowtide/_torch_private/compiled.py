@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import compiler
@@ -11,14 +13,16 @@ from torch.compiler import is_dynamo_compiling
 from lowtide._torch_private.needed import needed_for
 
 with needed_for("telling compiled modules from eager ones"):
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
     from torch._C._dynamo.guards import dict_version
 
 __all__ = [
+    "between_graphs",
     "compiled_call",
     "dict_version",
     "is_compiled",
     "is_dynamo_compiling",
+    "uncompiled",
     "under_compilation",
 ]
 
@@ -26,6 +30,13 @@ __all__ = [
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` was asked for this very module, from outside or in place."""
     return _from_outside(module) or module._compiled_call_impl is not None
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module itself, where ``torch.compile`` has put another around it."""
+    while _from_outside(module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
 
 
 def compiled_call(module: torch.nn.Module) -> str:
@@ -43,3 +54,29 @@ def under_compilation() -> bool:
     """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
     # What `torch.compiler.is_compiling` asks in addition is for TorchScript, and takes microseconds of every layer.
     return is_dynamo_compiling() or compiler._is_compiling_flag or get_eval_frame_callback() is not None
+
+
+def between_graphs(
+    forward: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """What ``make`` makes of ``forward``, for where Dynamo breaks its graph: only ``forward`` itself is compiled."""
+    compiler: Any = None
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(compiler)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    made = make(compiled)
+
+    def not_compiled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiler
+        compiler = set_eval_frame(None)
+        try:
+            return made(*args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+    return torch.compiler.disable(not_compiled, recursive=False)  # type: ignore[no-any-return]

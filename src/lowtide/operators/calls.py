@@ -16,7 +16,7 @@ from lowtide._torch_private.modes import remove_function_mode
 from lowtide._torch_private.operators import tree_leaves, tree_map
 from lowtide.operators.wrappers import Function, Wrappers
 
-__all__ = ["CallListener", "CallTracker", "Site", "collapse", "mapped", "tensors_of"]
+__all__ = ["CallListener", "CallTracker", "Site", "collapse", "function_name", "mapped", "tensors_of"]
 
 
 class Site(NamedTuple):
@@ -85,7 +85,7 @@ class CallTracker:
     def attach(self) -> None:
         """Wrap the layer's modules."""
         for module in self.paths:
-            self.wrappers.wrap(module, partial(self._track, module))
+            self.wrappers.wrap(module, partial(self.tracked, module))
 
     def detach(self) -> None:
         """Unwrap the layer's modules, also if the last run was interrupted."""
@@ -93,7 +93,9 @@ class CallTracker:
         if self.begun and not self.stack:
             self.end()
 
-    def _track(self, module: nn.Module, forward: Function) -> Function:
+    def tracked(self, module: nn.Module, forward: Function) -> Function:
+        """The forward of a module, tracked."""
+
         def tracked(*args: Any, **kwargs: Any) -> Any:
             # Called from outside the layer, or on another thread than the tracked run.
             if self.paused or (self.thread != get_ident() if self.stack else module is not self.layer):
@@ -165,7 +167,7 @@ class CallTracker:
         self.before_function()
         for turns in self.turns:
             turns[func] = turns.get(func, -1) + 1
-        name = _function_name(func)
+        name = function_name(func)
         if self.running is not None or name is None or not self.stack:
             if self.running is not None and is_collective(func):
                 self.listener.collective_begins(self.name)
@@ -201,7 +203,7 @@ _SKIPPED = {"__get__", "__set__", "__len__", "__bool__", "size", "dim", "stride"
 _REFLECTED = {"add", "sub", "mul", "truediv", "floordiv", "pow", "matmul", "mod"}
 
 
-def _function_name(func: Any) -> str | None:
+def function_name(func: Any) -> str | None:
     """The name users know a function by: ``mul`` for ``Tensor.__mul__``; None for what computes nothing."""
     name = getattr(func, "__name__", "")
     if name in _SKIPPED or not name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from lowtide.planner.plan import Plan
 from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, resolve
 from lowtide.runtime.communication import ReshardAfterForward, warn_of_idle_settings
 from lowtide.runtime.follower import LayerFollower, Shared, Structure
+from lowtide.runtime.graph import GraphBytes, GraphLayer
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.receipt import Receipt, write_receipt
@@ -127,6 +128,7 @@ class Handle:
         self.manager = SwapManager(limits, self.ledger)
         shared = Shared(policy, self.manager, self.profiles, verify, self._profiled, self._profile_next)
         self.followers = [LayerFollower(index, layer, shared) for index, layer in enumerate(layers.modules)]
+        self._graphs = list(dict.fromkeys(one.graph for one in self.followers if one.graph is not None))
         self._gathering: list[Any] = []
 
     def start(self, known: Mapping[Structure, LayerKind]) -> None:
@@ -135,6 +137,9 @@ class Handle:
         The model is not touched before this.
         """
         _HANDLES.add(self)
+        for graph in self._graphs:
+            graph.on_traced.append(WeakMethod(self._traced))
+        self._traced()
         for follower in self.followers:
             follower.start()
             if self.policy.communication.reshard_after_forward:
@@ -171,7 +176,7 @@ class Handle:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
         more = [f"{name} in layer {index} is kept: its call cannot be replayed" for index, name in self.kept]
         profiles = {one.index: one.profile for one in self.followers}
-        receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more)
+        receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more, self._compiled_bytes())
         self.ledger.clear()
         return receipt
 
@@ -185,6 +190,8 @@ class Handle:
         """Restore the model."""
         for follower in self.followers:
             follower.remove()
+        for graph in self._graphs:
+            graph.on_traced[:] = [call for call in graph.on_traced if call() != self._traced]
         while self._gathering:
             self._gathering.pop().remove()
         self.manager.close()
@@ -195,6 +202,24 @@ class Handle:
         """Layers of one structure are known: from now on they do what the Policy says."""
         self.profiles[structure] = kind
         self._install(kind.catalogue)
+
+    def _traced(self) -> None:
+        """Layers were traced by torch.compile; once all are, it is known which settings have no effect."""
+        catalogues = [one.catalogue for one in self.followers]
+        if self._graphs and self.resolution is None and None not in catalogues:
+            catalogue = Catalogue(tuple(one for one in catalogues if one is not None))
+            self.resolution = resolve(self.policy, catalogue, require_match=not self.allow_unmatched)
+
+    def _compiled_bytes(self) -> dict[int, GraphBytes]:
+        """What each compiled layer holds, where its graph is known."""
+        found: dict[int, GraphBytes] = {}
+        seen: dict[GraphLayer, int] = {}
+        for one in self.followers:
+            if one.graph is not None and one.graph.bytes:  # layers with equal decisions may share one graph
+                position = seen.setdefault(one.graph, 0)
+                seen[one.graph] += 1
+                found[one.index] = one.graph.bytes[min(position, len(one.graph.bytes) - 1)]
+        return found
 
     def _install(self, unknown: tuple[Operator, ...]) -> None:
         """Carry the Policy out in all layers that are known.

@@ -1,13 +1,14 @@
-"""Layers that ``torch.compile`` has to do with.
+"""Compiled layers of which something is swapped, by hooks around the compiled function.
 
-A compiled layer is one piece: it has no operators to decide, and what it saves is what the compiler chose. It can be
-recomputed as a whole, or all that it saves can be swapped by hooks around the compiled function. Hooks inside would
-either end the compilation there or be traced once and never called later, so decisions for single operators are
-refused: for layers that are compiled when the Policy is applied then, for others when they first run compiled.
+A compiled function saves its tensors when it has run, in the order of its forward graph's outputs. Where the layer's
+operators are decided one by one, that order, noted when the graph was split, says whose value each of them is; it is
+checked against their shapes. A prefetch counts saved tensors here, not operators: nothing between them can be noticed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved, kept_apart
 from lowtide.operators.wrappers import Function
-from lowtide.policy import Decision, Keep, Swap
+from lowtide.policy import Decision, LayerPolicy, Swap
+from lowtide.runtime.graph import GraphLayer, SavedValue
 from lowtide.runtime.layer import call_with_hooks
 from lowtide.runtime.program import BOUNDARY
 from lowtide.runtime.refuse import is_left_alone, refuse_compilation
-from lowtide.runtime.schedule import Span
+from lowtide.runtime.schedule import Prefetching, Span
 from lowtide.runtime.swap import Offloads, SwapManager
 
 __all__ = ["CompiledLayer", "has_compiled"]
@@ -37,13 +39,20 @@ def has_compiled(layer: nn.Module) -> bool:
 
 
 class CompiledLayer:
-    """A compiled layer of which all that it saves is swapped."""
+    """A compiled layer, and what of it is swapped."""
 
     def __init__(
-        self, layer: nn.Module, index: int, default: Decision, boundary: Keep | Swap, manager: SwapManager, last: bool
+        self,
+        layer: nn.Module,
+        index: int,
+        settings: LayerPolicy,
+        graph: GraphLayer | None,
+        manager: SwapManager,
+        last: bool,
     ) -> None:
-        self.layer, self.index, self.default, self.boundary, self.manager = layer, index, default, boundary, manager
-        # Its operators are unknown; what it saves is counted instead. Numbers only grow, so its offset does not matter.
+        """``graph`` has its decisions by operator; None: all that it saves is decided alike."""
+        self.layer, self.index, self.settings, self.graph, self.manager = layer, index, settings, graph, manager
+        # What it saves is counted in place of its operators. Numbers only grow, so its offset does not matter.
         self.span = Span(manager.schedule, 0, 0, last)
 
     def swap(self, forward: Function) -> Function:
@@ -56,12 +65,20 @@ class CompiledLayer:
             given = tensors_of((args, kwargs))
             run = _CompiledRun(self, storage_key(given[0]) if given else 0)
             output = call_with_hooks(self.manager.kept_by_rescue(run.pack), forward, args, kwargs)
-            run.offloads.known = {}
-            self.span.count = run.number
+            self.span.count = run.settle()
             self.span.leave(run.first, output)
             return output
 
         return swapped
+
+    def owners(self, saved: list[Tensor]) -> Sequence[str]:
+        """The operator whose value each of these is; empty where it is none's, or not known."""
+        if self.graph is not None:
+            for order in self.graph.saved:
+                if len(order) == len(saved) and all(map(SavedValue.is_like, order, saved)):
+                    return [value.operator for value in order]
+            self.manager.ledger.line(self.index, EVERYTHING).note("kept: its compiled graph is not known")
+        return [""] * len(saved)
 
 
 class _CompiledRun:
@@ -69,23 +86,42 @@ class _CompiledRun:
 
     def __init__(self, layer: CompiledLayer, given: int) -> None:
         self.layer, self.given = layer, given
-        self.first, self.number = layer.span.enter(), 0
-        self.offloads = Offloads(layer.manager)
-        self.static: set[int] = set()
+        self.first = layer.span.enter()
+        self.saved: list[Tensor] = []
+        self.holders: list[Prefetching] = []
 
     def pack(self, tensor: Tensor) -> Saved:
-        """What autograd saves in place of ``tensor``."""
+        """What autograd saves in place of ``tensor``: it is kept until all are known."""
+        holder = Prefetching(kept_apart(tensor), [])
+        self.saved.append(tensor)
+        self.holders.append(holder)
+        return holder
+
+    def settle(self) -> int:
+        """Swap what is to be swapped of all that was saved; how much that was."""
         layer, manager = self.layer, self.layer.manager
-        if not self.static:  # not before the layer runs: sharded parameters are gathered then
-            self.static = {storage_key(one) for one in [*layer.layer.parameters(), *layer.layer.buffers()]}
-        position = self.first + self.number
-        self.number += 1
-        saved: Saved | None = None
-        key = storage_key(tensor)
-        decision = layer.boundary if key == self.given else layer.default
-        movable = tensor.is_floating_point() or tensor.is_complex()
-        if isinstance(decision, Swap) and movable and key not in self.static:
-            line = manager.ledger.line(layer.index, BOUNDARY if key == self.given else EVERYTHING)
-            saved = self.offloads.pack(tensor, decision, line, position + decision.prefetch)
-            self.offloads.reload_at(position + decision.prefetch)
-        return manager.schedule.prefetching(saved or kept_apart(tensor), position)
+        offloads, schedule = Offloads(manager), manager.schedule
+        # Not before the layer has run: sharded parameters are gathered then.
+        static = {storage_key(one) for one in [*layer.layer.parameters(), *layer.layer.buffers()]}
+        owners = layer.owners(self.saved)
+        for position, tensor, holder, owner in zip(count(self.first), self.saved, self.holders, owners, strict=False):
+            key = storage_key(tensor)
+            name, decision = self._decision(key, owner)
+            movable = tensor.is_floating_point() or tensor.is_complex()
+            if isinstance(decision, Swap) and movable and key not in static:
+                due = position + decision.prefetch
+                saved = offloads.pack(tensor, decision, manager.ledger.line(layer.index, name), due)
+                if saved is not None:
+                    holder.saved = saved
+                    offloads.reload_at(due)
+            holder.due = schedule.reach(position) if schedule.next <= position else []
+        return len(owners)
+
+    def _decision(self, key: int, owner: str) -> tuple[str, Decision]:
+        """What becomes of a tensor, and what the receipt calls it."""
+        settings, graph = self.layer.settings, self.layer.graph
+        if key == self.given:
+            return BOUNDARY, settings.boundary
+        if graph is None or not owner:
+            return EVERYTHING, settings.default
+        return owner, graph.decisions.get(owner, settings.default)

@@ -22,22 +22,24 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 
-from lowtide._torch_private.compiled import compiled_call
+from lowtide._torch_private.compiled import between_graphs, compiled_call, is_compiled, uncompiled
 from lowtide.errors import PolicyError
 from lowtide.operators.calls import CallTracker, Site
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.observation import Observation
 from lowtide.operators.profiler import Profiler
 from lowtide.operators.wrappers import Function, Wrappers
-from lowtide.policy import Catalogue, Keep, Policy, ResolvedLayer, Swap, resolve
+from lowtide.policy import Catalogue, Communication, Operator, Policy, ResolvedLayer, Swap, resolve
 from lowtide.runtime.checked import LayerCheck
 from lowtide.runtime.collectives import Collectives
 from lowtide.runtime.communication import decide_collectives
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
+from lowtide.runtime.graph import GraphLayer
 from lowtide.runtime.layer import DecidedLayer, pass_by, swap_input
 from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
 from lowtide.runtime.recompute import recompute_layer
@@ -110,15 +112,26 @@ class LayerFollower:
         """When the Policy was applied: ``fully_shard`` gives modules another class."""
         self.settings = shared.policy.layers[index]
         self.compiled = has_compiled(layer)
-        if self.compiled and (self.settings.rules or self.settings.collectives):
+        rules, swaps = bool(self.settings.rules), GraphLayer.swaps(self.settings)
+        if self.compiled and (self.settings.collectives or (rules and not is_compiled(layer))):
             raise PolicyError(
-                f"layer {index} is compiled and its operators cannot be decided one by one ({self.settings});"
-                " recompute or swap the layer as a whole, or do not compile it"
+                f"a part of layer {index} is compiled ({self.settings}): its operators can be decided one by one where"
+                " the whole layer is compiled or nothing in it, and collectives where nothing is; recompute or swap the"
+                " layer as a whole"
             )
-        self.swaps_compiled = self.compiled and (
-            isinstance(self.settings.default, Swap) or self.settings.boundary != Keep()
-        )
-        """Whether it is compiled, and all that it saves is swapped."""
+        self.plain = uncompiled(layer)
+        """The layer's own module, whose forward is what torch.compile traces."""
+        self.graph: GraphLayer | None = None
+        """Its decisions where it is compiled, or may be."""
+        whole = self.settings.recomputed_as_a_whole and shared.policy.communication == Communication()
+        by_operator = rules and not self.settings.recomputed_as_a_whole and not self.settings.collectives
+        if whole or (by_operator and (self.compiled or not swaps)):
+            self.graph = GraphLayer.of(self.plain, self.settings, shared.policy)
+        self.graph_broke = False
+        self.pending: _Profiling | None = None
+        """A tracker that waits for a run in eager mode: a layer that is compiled has nothing else attached to it."""
+        self.swaps_compiled = self.compiled and swaps
+        """Whether it is compiled, and something that it saves is swapped."""
         self.state = State.KEPT
         self.attached: Attached | None = None
         self.permanent = Wrappers()
@@ -137,6 +150,15 @@ class LayerFollower:
         return self.own_profile or self.shared.profiles.get(self.structure)
 
     @property
+    def catalogue(self) -> tuple[Operator, ...] | None:
+        """Its operators, as a run or a trace has shown them, or none where it has nothing to decide."""
+        if (profile := self.profile) is not None:
+            return profile.catalogue
+        if self.graph is not None:
+            return self.graph.catalogue
+        return None if self.settings.rules else ()
+
+    @property
     def due(self) -> frozenset[int]:
         """At how many operators after the layer's first something of it is due."""
         if self.program is not None:
@@ -152,10 +174,14 @@ class LayerFollower:
         """Attach what does not depend on the layer's profile."""
         settings, manager = self.settings, self.shared.manager
         if settings.recomputed_as_a_whole:
-            self.permanent.wrap(self.layer, self._unless_profiled)
+            self.permanent.wrap(self.plain, self._unless_profiled)
+            if self.graph is not None:
+                self.graph.on_break.append(WeakMethod(self._when_graph_breaks))
+        elif self.graph is not None:
+            self.permanent.wrap(self.plain, self._compiled_or_eager)
         if self.swaps_compiled:
             last = self.index == len(self.shared.policy.layers) - 1
-            swapped = CompiledLayer(self.layer, self.index, settings.default, settings.boundary, manager, last)
+            swapped = CompiledLayer(self.layer, self.index, settings, self.graph, manager, last)
             self.permanent.wrap(self.layer, swapped.swap, compiled_call(self.layer))
 
     def watch(self) -> None:
@@ -195,14 +221,19 @@ class LayerFollower:
         if self.collectives is not None:
             self.collectives.remove()
         self.permanent.remove()
+        if self.graph is not None:
+            self.graph.on_break[:] = [call for call in self.graph.on_break if call() != self._when_graph_breaks]
 
     def _go(self, state: State, attached: Attached | None = None) -> None:
         """Remove what is attached, and attach what the next state has."""
         assert state in _NEXT[self.state], f"layer {self.index}: {self.state} to {state}"
         if self.attached is not None:
             self.attached.remove()
-        self.state, self.attached = state, attached
-        if attached is not None:
+        self.state, self.attached, self.pending = state, attached, None
+        waits = self.graph is not None and not self.settings.recomputed_as_a_whole
+        if isinstance(attached, _Profiling) and waits:
+            self.pending = attached
+        elif attached is not None:
             attached.attach()
 
     def _profiled(self, seen: Observation) -> None:
@@ -224,15 +255,43 @@ class LayerFollower:
 
     # What is attached.
 
+    def _compiled_or_eager(self, forward: Function) -> Function:
+        """Tell the compiler what is decided, or let the tracker that waits see an eager run."""
+        assert self.graph is not None
+
+        def eager(*args: Any, **kwargs: Any) -> Any:
+            if self.state is not State.DECIDED and torch.is_grad_enabled():
+                refuse_compilation(self.index)
+                if self.pending is not None:
+                    pending, self.pending = self.pending, None
+                    return pending.run(forward, args, kwargs)
+            return forward(*args, **kwargs)
+
+        return self.graph.traceable(forward, eager)
+
     def _unless_profiled(self, forward: Function) -> Function:
         """Recompute the whole layer, but not while its operators are profiled: a checkpoint would hide them."""
-        ledger = self.shared.manager.ledger
-        recomputed = recompute_layer(forward, self.layer, self.shared.policy, ledger, ledger.line(self.index, WHOLE))
+        ledger, line = self.shared.manager.ledger, self.shared.manager.ledger.line(self.index, WHOLE)
+
+        def recomputed(forward: Function) -> Function:
+            return recompute_layer(forward, self.layer, self.shared.policy, ledger, line)
+
+        if self.graph_broke:
+            return between_graphs(forward, recomputed)
+        eager = recomputed(forward)
 
         def unless_profiled(*args: Any, **kwargs: Any) -> Any:
-            return (forward if self.state is State.PROFILED else recomputed)(*args, **kwargs)
+            return (forward if self.state is State.PROFILED else eager)(*args, **kwargs)
 
-        return unless_profiled
+        return unless_profiled if self.graph is None else self.graph.traceable(forward, unless_profiled)
+
+    def _when_graph_breaks(self) -> None:
+        """Dynamo breaks its graph inside such a layer: torch's checkpoint recomputes it from now on."""
+        self.permanent.remove()
+        self.graph, self.graph_broke = None, True
+        self.start()
+        line = self.shared.manager.ledger.line(self.index, WHOLE)
+        line.note("torch.compile breaks its graph inside the layer, which is not compiled as one piece")
 
     def _decided(self, resolved: ResolvedLayer, span: Span, due: frozenset[int]) -> DecidedLayer | None:
         """The layer with its decisions; None if it keeps everything."""
@@ -250,7 +309,8 @@ class LayerFollower:
         if self.collectives is not None:
             self.collectives.wanted = program.reissued
         check = LayerCheck(self.index, self.layer, kind) if shared.verify else None
-        return DecidedLayer(self.layer, program, shared.manager, span, self.watch, check, self.collectives)
+        in_graphs = self.graph is not None
+        return DecidedLayer(self.layer, program, shared.manager, span, self.watch, check, self.collectives, in_graphs)
 
 
 class _Wrapped:
@@ -277,6 +337,11 @@ class _Profiling:
 
     def attach(self) -> None:
         self.tracker.attach()
+
+    def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attach the tracker while the layer's forward is called already, and call what is left of it."""
+        self.attach()
+        return self.tracker.tracked(self.layer, forward)(*args, **kwargs)
 
     def remove(self) -> None:
         self.tracker.detach()

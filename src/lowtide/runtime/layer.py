@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide._torch_private.compiled import is_dynamo_compiling
 from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
     pop_saved_tensors_hooks,
@@ -113,10 +114,14 @@ class DecidedLayer:
         diverged: Callable[[], None],
         check: LayerCheck | None = None,
         collectives: Collectives | None = None,
+        in_graphs: bool = False,
     ) -> None:
-        """``diverged`` is called when a run's control flow was not that of the layer's profile."""
+        """``diverged`` is called when a run's control flow was not that of the layer's profile.
+
+        ``in_graphs`` says that the decisions are carried out otherwise where the layer is compiled.
+        """
         self.layer, self.program, self.manager, self.span = layer, program, manager, span
-        self.diverged, self.check, self.collectives = diverged, check, collectives
+        self.diverged, self.check, self.collectives, self.in_graphs = diverged, check, collectives, in_graphs
         self.run: CapturingRun | None = None
         """The run in progress, where calls are captured."""
         self.wrappers = Wrappers()
@@ -144,6 +149,8 @@ class DecidedLayer:
         undecided = pass_by(forward, span, program.layer)
 
         def decided(*args: Any, **kwargs: Any) -> Any:
+            if self.in_graphs and is_dynamo_compiling():
+                return forward(*args, **kwargs)
             refuse_compilation(program.layer)
             if self.run is not None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)

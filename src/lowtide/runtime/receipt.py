@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.operators.effect import freed_by_recompute
 from lowtide.operators.kinds import LayerKind
 from lowtide.policy import Policy, Recompute, Resolution, Setting, format_layers
+from lowtide.runtime.graph import GraphBytes
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.program import BOUNDARY, WHOLE
 from lowtide.units import format_bytes, format_seconds
@@ -122,15 +124,19 @@ def write_receipt(
     kinds: Mapping[int, LayerKind | None],
     ledger: Ledger,
     more: Iterable[str] = (),
+    compiled: Mapping[int, GraphBytes] = MappingProxyType({}),
 ) -> Receipt:
-    """Sum up what the ledger counted; ``kinds`` has the kind of each layer, and of the root, where it is known."""
+    """Sum up what the ledger counted; ``kinds`` has the kind of each layer, and of the root, where it is known.
+
+    ``compiled`` has what each compiled layer holds.
+    """
     ledger.settle()
     lines = [line for line in ledger.lines.values() if _busy(line)]
     operators = tuple(_operator(line) for line in sorted(lines, key=lambda line: line.layer))
     settings = resolution.settings if resolution is not None else _whole_layers(policy)
     unused = [str(item) for item in resolution.unused] if resolution is not None else []
     return Receipt(
-        tuple(_setting(setting, kinds, ledger) for setting in settings if setting.action != "keep"),
+        tuple(_setting(setting, kinds, ledger, compiled) for setting in settings if setting.action != "keep"),
         operators,
         (*unused, *more),
     )
@@ -164,7 +170,9 @@ def _operator(line: Line) -> OperatorReceipt:
     )
 
 
-def _setting(setting: Setting, kinds: Mapping[int, LayerKind | None], ledger: Ledger) -> SettingReceipt:
+def _setting(
+    setting: Setting, kinds: Mapping[int, LayerKind | None], ledger: Ledger, compiled: Mapping[int, GraphBytes]
+) -> SettingReceipt:
     layers = setting.layers
     if setting.setting == WHOLE and setting.action == "recompute":
         named: tuple[str, ...] = (WHOLE, *setting.decided)
@@ -186,6 +194,12 @@ def _setting(setting: Setting, kinds: Mapping[int, LayerKind | None], ledger: Le
             notes.append("no effect: nothing of it is saved for backward")
         elif recomputed and freed is not None and freed <= 0:
             notes.append("no effect: what it is rebuilt from is as large as what it holds")
+    if recomputed and layers and all(index in compiled for index in layers):
+        whole = setting.setting == WHOLE
+        freed = sum(compiled[index].freed(None if whole else setting.decided) for index in layers)
+        notes.append("compiled")
+        if not whole and not any(compiled[index].undecided.get(name) for index in layers for name in setting.decided):
+            notes.append("no effect: the compiler saves nothing of it")
     return SettingReceipt(
         setting.setting,
         setting.action,

@@ -1,0 +1,110 @@
+"""What ``torch.compile`` makes of a function: Dynamo's graph while it is traced, and the split of its joint graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from lowtide._torch_private.needed import needed_for
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+__all__ = [
+    "CUSTOM",
+    "Backend",
+    "Partitioner",
+    "call_while_traced",
+    "graph_of",
+    "key_of",
+    "partitioned_by",
+    "through_dynamo",
+    "without_graph_cache",
+    "wrap_backend",
+]
+
+Backend: TypeAlias = Callable[..., Any]
+"""Compiles a graph of Dynamo's."""
+
+Partitioner: TypeAlias = Callable[..., tuple[Any, Any]]
+"""Splits a joint graph into those of forward and backward."""
+
+CUSTOM = "custom"
+"""The entry of a node's ``meta`` that torch copies from Dynamo's graph to all that is made of it."""
+
+
+def graph_of(context: Any) -> Graph:
+    """The graph that is being traced."""
+    found: Graph = context.graph()
+    return found
+
+
+def call_while_traced(function: Callable[[Any], None], key: str) -> None:
+    """Have Dynamo, which traces this, call ``function(context)``; nothing of it is in what is compiled."""
+    torch._dynamo.comptime.comptime(function)
+
+
+def key_of(context: Any) -> str:
+    """The key that ``call_while_traced`` was given, for which there is a guard: another key is another graph."""
+    key: str = context.get_local("key").as_python_constant()
+    return key
+
+
+def through_dynamo(error: Exception) -> Exception:
+    """The same error in a form that Dynamo does not wrap in one of its own, while it traces or compiles."""
+    with needed_for("deciding operators in compiled models"):
+        from torch._dynamo.exc import ShortenTraceback
+    kind = type(error)
+    passing = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    found: Exception = passing.__new__(passing, *error.args)
+    found.first_useful_frame = None  # type: ignore[attr-defined]
+    return found
+
+
+def wrap_backend(context: Any, wrap: Callable[[Backend], Backend]) -> None:
+    """Have the graph that is being traced compiled by ``wrap(backend)``, unless it is already."""
+    with needed_for("deciding operators in compiled models"):
+        output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+        backend = output.compiler_fn
+    if not getattr(backend, "lowtide", False):
+        wrapped = wrap(backend)
+        wrapped.lowtide = True  # type: ignore[attr-defined]
+        wrapped.__name__ = getattr(backend, "__name__", type(backend).__name__)
+        output.compiler_fn = wrapped
+
+
+@contextmanager
+def partitioned_by(wrap: Callable[[Partitioner], Partitioner]) -> Iterator[None]:
+    """Joint graphs that are compiled inside are split by ``wrap(partitioner)``."""
+    with needed_for("deciding operators in compiled models"):
+        from torch._dynamo.backends import common
+        from torch._functorch.partitioners import default_partition
+
+        plain = common.aot_module_simplified  # type: ignore[attr-defined]
+
+    def simplified(*args: Any, **kwargs: Any) -> Any:
+        kwargs["partition_fn"] = wrap(kwargs.get("partition_fn") or default_partition)
+        return plain(*args, **kwargs)
+
+    common.aot_module_simplified = simplified  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        common.aot_module_simplified = plain  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_graph_cache() -> Iterator[None]:
+    """Joint graphs that are compiled inside are not looked up in torch's cache of them, and not put there.
+
+    Its key does not have what is decided: a graph from it would carry out another Policy.
+    """
+    with needed_for("deciding operators in compiled models"):
+        from torch._functorch import config
+
+        patched = config.patch(enable_autograd_cache=False)
+    with patched:
+        yield

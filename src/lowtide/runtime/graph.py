@@ -1,0 +1,394 @@
+"""Decide the operators of layers that ``torch.compile`` compiles: torch's partitioner is given what to recompute.
+
+[Note: how a decision reaches the partitioner]
+A layer with decisions calls :func:`mark_begin` and :func:`mark_end` while Dynamo traces it, by Dynamo's ``comptime``,
+which leaves nothing in the compiled code. The second one has the layer's part of Dynamo's graph, names its operators,
+resolves the Policy, and notes each operator in the ``custom`` entry of its nodes, which torch copies to all that it
+makes of them. The first one wraps the backend for this one graph, so that the joint graph passes through :func:`_split`
+before it is split: there the nodes of recomputed operators are marked as torch's own checkpoint marks them, and what
+is saved is read off the result.
+
+Views and casts belong to what they are of, as in eager mode. A kept operator is left to the compiler, which may still
+recompute what costs nothing; with nothing decided the graph is the one that it was.
+
+The layer's key, which is made of its decisions and the names of its modules, is a constant of the traced function:
+Dynamo guards it, so that layers with equal decisions share one graph and no graph is used for another decision.
+
+If the graph breaks inside a layer, its operators are not all in the graph that the second mark sees. That is refused
+for decisions by operator. A layer that is recomputed as a whole goes back to torch's checkpoint, inside which the
+graph breaks as well, so that the layer is not compiled as one piece, or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakMethod
+
+import torch
+from torch import nn
+
+from lowtide._torch_private.compiled import is_dynamo_compiling
+from lowtide._torch_private.graphs import (
+    CUSTOM,
+    Backend,
+    Partitioner,
+    call_while_traced,
+    graph_of,
+    key_of,
+    partitioned_by,
+    through_dynamo,
+    without_graph_cache,
+    wrap_backend,
+)
+from lowtide._torch_private.operators import is_operator, schema_of
+from lowtide.errors import PolicyError
+from lowtide.operators.graph_calls import ModulePlace, catalogue_of, module_places, name_calls
+from lowtide.operators.wrappers import Function
+from lowtide.policy import Catalogue, Decision, LayerPolicy, Operator, Policy, Recompute, Swap, resolve
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule, Node
+
+__all__ = ["GraphBytes", "GraphLayer"]
+
+
+class GraphBytes(NamedTuple):
+    """What one compiled layer holds for backward, by operator."""
+
+    undecided: Mapping[str, int]
+    """What the compiler would have it hold."""
+    held: Mapping[str, int]
+    """What it holds."""
+
+    def freed(self, operators: Iterable[str] | None = None) -> int:
+        """What the decisions for these operators free; None: for all."""
+        names = {*self.undecided, *self.held} if operators is None else operators
+        return sum(self.undecided.get(name, 0) - self.held.get(name, 0) for name in names)
+
+
+class SavedValue(NamedTuple):
+    """A tensor that a compiled layer saves for backward."""
+
+    operator: str
+    """Whose value it is; empty if it comes from outside, or from parameters."""
+    shape: tuple[int | None, ...]
+    """None where it is not always the same."""
+    dtype: torch.dtype
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor can be this one."""
+        same = len(self.shape) == tensor.dim() and tensor.dtype is self.dtype
+        return same and all(
+            known is None or known == size for known, size in zip(self.shape, tensor.shape, strict=True)
+        )
+
+
+class GraphLayer:
+    """The decisions for layers of one structure, as they are carried out in compiled graphs."""
+
+    def __init__(self, key: str, settings: LayerPolicy, policy: Policy) -> None:
+        self.key, self.settings = key, settings
+        self.policy = Policy((settings,), origin=policy.origin)
+        self.modules: dict[int, ModulePlace] = {}
+        self.catalogue: tuple[Operator, ...] | None = None
+        """Its operators; None until it was traced."""
+        self.decisions: Mapping[str, Decision] = {}
+        self.bytes: list[GraphBytes] = []
+        """What each layer of the last graph holds, in the order they run; empty until one was split."""
+        self.saved: list[tuple[SavedValue, ...]] = []
+        """What each graph of one such layer saves, in order."""
+        self.on_traced: list[WeakMethod[Callable[[], None]]] = []
+        """Called when it was traced; may raise. A Handle that nothing refers to must not live on for these."""
+        self.on_break: list[WeakMethod[Callable[[], None]]] = []
+        """Called when the graph breaks inside a layer that is recomputed as a whole."""
+
+    @staticmethod
+    def of(layer: nn.Module, settings: LayerPolicy, policy: Policy) -> GraphLayer:
+        """The decisions for a layer, together with those that are alike."""
+        names = [f"{name}:{type(module).__qualname__}" for name, module in layer.named_modules()]
+        text = "\n".join([str(settings), policy.origin, *names])
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found = _LAYERS.get(key)
+        if found is None:
+            found = _LAYERS[key] = GraphLayer(key, settings, policy)
+        found.modules.update(module_places(layer))
+        return found
+
+    @staticmethod
+    def swaps(settings: LayerPolicy) -> bool:
+        """Whether a layer swaps anything, which no graph can: hooks around the compiled layer do."""
+        decisions = (settings.default, settings.boundary, *(rule.decision for rule in settings.rules))
+        return any(isinstance(decision, Swap) for decision in decisions)
+
+    def traceable(self, forward: Function, otherwise: Function) -> Function:
+        """``forward`` with the marks while Dynamo traces it; ``otherwise`` when it does not."""
+        key = self.key
+
+        def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                if not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                call_while_traced(mark_begin, key)
+                output = forward(*args, **kwargs)
+                call_while_traced(mark_end, key)
+                return output
+            return otherwise(*args, **kwargs)
+
+        return self._own_code(compiled_or_eager)
+
+    def _own_code(self, function: Any) -> Function:
+        """The function with a code object of its own for each key: Dynamo counts recompilations by code objects."""
+        code = _CODES.setdefault(self.key, function.__code__.replace(co_name=f"lowtide_{self.key}"))
+        return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+    def recomputes(self, operator: str) -> bool:
+        """Whether what an operator computes is recomputed; in a layer that is as a whole, that is everything."""
+        return self.settings.recomputed_as_a_whole or isinstance(self.decisions.get(operator), Recompute)
+
+    def traced(self, names: Mapping[Node, str]) -> None:
+        """Dynamo has traced such a layer."""
+        self.catalogue = catalogue_of(names)
+        resolution = resolve(self.policy, Catalogue((self.catalogue,)), require_match=False)
+        self.decisions = resolution.layers[0].decisions
+        _call_all(self.on_traced)
+
+
+def _call_all(methods: list[WeakMethod[Callable[[], None]]]) -> None:
+    for method in list(methods):
+        if (call := method()) is not None:
+            call()
+        else:
+            methods.remove(method)
+
+
+_LAYERS: dict[str, GraphLayer] = {}
+"""By key. Compiled code outlives a Handle, and what is known of it is needed when the same Policy is applied again."""
+_CODES: dict[str, CodeType] = {}
+
+
+class _Mark(NamedTuple):
+    """A layer whose trace has begun."""
+
+    key: str
+    last: Node | None
+    """The last call in the graph until then."""
+
+
+_OPEN: WeakKeyDictionary[Graph, list[_Mark]] = WeakKeyDictionary()
+_INSTANCES = count(1)
+"""Numbers each trace of a layer, in the order they run; torch's checkpoint numbers its regions likewise."""
+_NAME = "lowtide"
+"""Our entry in a node's ``custom`` entry: the layer's key, the number of its trace, and the operator."""
+
+
+def mark_begin(context: Any) -> None:
+    """A layer is about to be traced."""
+    graph = graph_of(context)
+    last = next((node for node in reversed(graph.nodes) if _is_call(node)), None)
+    _OPEN.setdefault(graph, []).append(_Mark(key_of(context), last))
+    wrap_backend(context, _deciding)
+
+
+def mark_end(context: Any) -> None:
+    """A layer has been traced."""
+    graph, key = graph_of(context), key_of(context)
+    open_marks = _OPEN.get(graph, [])
+    if not open_marks or open_marks[-1].key != key:
+        _broken(key)
+        return
+    layer, mark = _LAYERS[key], open_marks.pop()
+    calls: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node is mark.last:
+            break
+        if _is_call(node):  # the graph's inputs are put in front of it as they are met
+            calls.append(node)
+    calls.reverse()
+    names = name_calls(calls, layer.modules)
+    try:
+        layer.traced(names)
+    except PolicyError as error:
+        raise through_dynamo(error) from None
+    instance = next(_INSTANCES)
+    for node in calls:
+        entry = (key, instance, names.get(node, ""))
+        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _NAME: entry}
+
+
+def _broken(key: str) -> None:
+    """The graph broke inside a layer: its first operators were compiled before, without their decisions."""
+    layer = _LAYERS[key]
+    if layer.settings.recomputed_as_a_whole:
+        _call_all(layer.on_break)
+        return
+    raise through_dynamo(
+        PolicyError(
+            "torch.compile breaks its graph inside a layer whose operators are to be decided, so that they are not in"
+            " one graph; TORCH_LOGS=graph_breaks shows where; mend that, or recompute the layer as a whole"
+        )
+    )
+
+
+def _is_call(node: Node) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+# From here on: the joint graph.
+
+
+def _deciding(backend: Backend) -> Backend:
+    """A backend that compiles a graph with decided layers."""
+
+    def deciding(graph: Any, inputs: Any, **settings: Any) -> Any:
+        reached: list[Partitioner] = []
+
+        def wrap(partitioner: Partitioner) -> Partitioner:
+            reached.append(partitioner)
+            return partial(_split, partitioner)
+
+        with without_graph_cache(), partitioned_by(wrap):
+            compiled = backend(graph, inputs, **settings)
+        if not reached:
+            name = getattr(backend, "__name__", type(backend).__name__)
+            raise through_dynamo(
+                PolicyError(
+                    f"the backend {name} of torch.compile does not split a joint graph with torch's aot_autograd,"
+                    " which is given the decisions for operators; use one that does, such as inductor or aot_eager"
+                )
+            )
+        return compiled
+
+    return deciding
+
+
+def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any, **settings: Any) -> tuple[Any, Any]:
+    """Split a joint graph as decided, and note what its layers hold."""
+    outputs = settings["num_fwd_outputs"]
+    recomputed = _recomputed(joint.graph)
+    undecided: dict[int, dict[str, int]] | None = None
+    if recomputed:
+        forward, _ = partitioner(_copied(joint), inputs, *args, **settings)
+        undecided = _held(forward.graph, outputs)
+        for node, instance in recomputed.items():
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = instance
+    forward, backward = partitioner(joint, inputs, *args, **settings)
+    held = _held(forward.graph, outputs)
+    found: dict[str, list[GraphBytes]] = {}
+    for key, instance in sorted({entry[:2] for node in joint.graph.nodes if (entry := _entry(node))}, key=_second):
+        before = (held if undecided is None else undecided).get(instance, {})
+        found.setdefault(key, []).append(GraphBytes(before, held.get(instance, {})))
+    for key, all_bytes in found.items():
+        layer = _LAYERS[key]
+        layer.bytes = all_bytes
+        order = tuple(map(_saved_value, _saved(forward.graph, outputs)))
+        if len(found) == len(all_bytes) == 1 and order not in layer.saved:
+            layer.saved.append(order)
+    return forward, backward
+
+
+def _copied(joint: GraphModule) -> GraphModule:
+    """A copy that can be split; the tensors that it holds are the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it copies
+        return torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
+
+
+def _second(pair: tuple[str, int]) -> int:
+    return pair[1]
+
+
+def _entry(node: Node) -> tuple[str, int, str] | None:
+    """What the marks noted at the node of Dynamo's graph from which this one was made."""
+    found: tuple[str, int, str] | None = (node.meta.get(CUSTOM) or {}).get(_NAME)
+    return found
+
+
+def _recomputed(graph: Graph) -> dict[Node, int]:
+    """The nodes whose values are recomputed, each with the number of its layer's trace."""
+    found: dict[Node, int] = {}
+    late: set[Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)  # torch copies the entries to the nodes of backward
+            continue
+        owner = _owner(node)
+        if owner is None or _communicates(node):
+            continue
+        if _LAYERS[owner[0]].recomputes(owner[2]):
+            found[node] = owner[1]
+    return found
+
+
+def _communicates(node: Node) -> bool:
+    """Whether it is a collective: its result is kept."""
+    return is_operator(node.target) and "c10d" in str(getattr(node.target, "namespace", ""))
+
+
+def _owner(node: Node) -> tuple[str, int, str] | None:
+    """The entry of the operator whose value a node has; None for what comes from outside of decided layers."""
+    return _entry(_source(node))
+
+
+def _source(node: Node) -> Node:
+    """The node that computed the value that this one has, looking through views, casts and parts of tuples."""
+    while node.op == "call_function" and node.all_input_nodes and _is_same_value(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_same_value(node: Node) -> bool:
+    target: Any = node.target
+    if getattr(target, "__name__", "") == "getitem":
+        return True
+    if not is_operator(target):
+        return False
+    schema = schema_of(target)
+    if schema.name in ("aten::_unsafe_view", "aten::detach", "aten::alias"):
+        return True
+    if schema.name in ("aten::_to_copy", "prims::convert_element_type"):
+        return bool(_dtype(node) != _dtype(node.all_input_nodes[0]))
+    return any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
+
+
+def _dtype(node: Node) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _held(graph: Graph, outputs: int) -> dict[int, dict[str, int]]:
+    """What the forward graph saves for backward: the bytes of each operator, by the number of its layer's trace."""
+    found: dict[int, dict[str, int]] = {}
+    for source in dict.fromkeys(_source(node) for node in _saved(graph, outputs)):
+        entry = _entry(source)
+        if entry is not None and source.op != "placeholder":
+            _, instance, name = entry
+            operators = found.setdefault(instance, {})
+            operators[name] = operators.get(name, 0) + _size(source)
+    return found
+
+
+def _saved(graph: Graph, outputs: int) -> Iterator[Node]:
+    output = next(iter(reversed(graph.nodes)))
+    for node in output.args[0][outputs:]:
+        if isinstance(getattr(node, "meta", {}).get("val"), torch.Tensor):
+            yield node
+
+
+def _saved_value(node: Node) -> SavedValue:
+    source, value = _source(node), node.meta["val"]
+    entry = _entry(source) if source.op != "placeholder" else None
+    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    return SavedValue(entry[2] if entry is not None else "", shape, value.dtype)
+
+
+def _size(node: Node) -> int:
+    value = node.meta["val"]
+    values = value if isinstance(value, tuple | list) else (value,)
+    return sum(int(one.numel()) * one.element_size() for one in values if isinstance(one, torch.Tensor))

@@ -1,0 +1,115 @@
+"""What lowtide relies on in torch's private names where it decides inside compiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide._torch_private.compiled import between_graphs, under_compilation
+from lowtide._torch_private.graphs import (
+    CUSTOM,
+    Backend,
+    Partitioner,
+    call_while_traced,
+    graph_of,
+    key_of,
+    partitioned_by,
+    through_dynamo,
+    without_graph_cache,
+    wrap_backend,
+)
+from lowtide.errors import PolicyError
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+KEYS: list[str] = []
+BACKENDS: list[str] = []
+JOINT: list[set[str]] = []
+
+
+def note(context: Any) -> None:
+    KEYS.append(key_of(context))
+    for node in graph_of(context).nodes:
+        node.meta[CUSTOM] = {"test": node.name}
+    wrap_backend(context, wrapped)
+    wrap_backend(context, wrapped)  # the second time does nothing
+
+
+def wrapped(backend: Backend) -> Backend:
+    BACKENDS.append(backend.__name__)
+
+    def compile_with_it(graph: Any, inputs: Any) -> Any:
+        def wrap(partitioner: Partitioner) -> Partitioner:
+            def split(joint: Any, *args: Any, **kwargs: Any) -> Any:
+                JOINT.append({node.meta.get(CUSTOM, {}).get("test", "") for node in joint.graph.nodes})
+                return partitioner(joint, *args, **kwargs)
+
+            return split
+
+        with without_graph_cache(), partitioned_by(wrap):
+            return backend(graph, inputs)
+
+    return compile_with_it
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_traced_function_is_called_and_what_it_notes_is_in_the_joint_graph(backend: str) -> None:
+    def traced(x: Tensor, key: str) -> Tensor:
+        y = torch.sin(x)
+        call_while_traced(note, key)
+        return y * y
+
+    for record in (KEYS, BACKENDS, JOINT):
+        record.clear()
+    compiled = torch.compile(traced, backend=backend)
+    for key in ("a", "a", "b"):
+        compiled(torch.ones(3, requires_grad=True), key).sum().backward()
+    assert KEYS == ["a", "b"]
+    assert set(BACKENDS) == {backend}
+    assert len(BACKENDS) == 2
+    assert len(JOINT) == 2
+    assert "y" in JOINT[0] or "sin" in JOINT[0]
+
+
+def test_an_error_of_ours_reaches_the_caller_of_what_is_compiled() -> None:
+    def refuse(context: Any) -> None:
+        raise through_dynamo(PolicyError("not like this"))
+
+    def traced(x: Tensor) -> Tensor:
+        call_while_traced(refuse, "")
+        return x + 1
+
+    with pytest.raises(PolicyError, match="not like this"):
+        torch.compile(traced, backend="aot_eager")(torch.ones(3))
+
+
+def test_what_runs_between_graphs_is_not_compiled_and_what_it_calls_is() -> None:
+    seen: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return torch.sin(x) * 2
+
+    def make(forward: Any) -> Any:
+        def around(x: Tensor) -> Tensor:
+            seen.append(under_compilation())
+            return forward(x) + 1
+
+        return around
+
+    function = between_graphs(inner, make)
+    compiled = torch.compile(lambda x: function(x * 3) * 2, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    x = torch.ones(3)
+    assert torch.equal(compiled(x), (torch.sin(x * 3) * 2 + 1) * 2)
+    assert seen == [False]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # before, inside and after
