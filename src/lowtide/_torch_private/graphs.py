@@ -42,9 +42,10 @@ def graph_of(context: Any) -> Graph:
     return found
 
 
-def call_while_traced(function: Callable[[Any], None], key: str) -> None:
+def call_while_traced(function: Callable[[Any], None], key: str) -> str:
     """Have Dynamo, which traces this, call ``function(context)``; nothing of it is in what is compiled."""
     torch._dynamo.comptime.comptime(function)
+    return key  # a variable that is not used any more would not be there for `key_of`
 
 
 def key_of(context: Any) -> str:
