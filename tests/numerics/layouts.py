@@ -58,16 +58,42 @@ def train(layout: Layout, column: str | None, device: str = "cpu", *, same_token
     return record
 
 
-def ddp(column: str | None, device: str = "cpu") -> list[Value]:
+def compile_layers(model: Llama, compiled: bool = True) -> None:
+    """Compile each layer in place."""
+    torch._dynamo.reset()
+    for layer in model.layers if compiled else ():
+        layer.compile(backend="aot_eager")
+
+
+def ddp(column: str | None, device: str = "cpu", *, compiled: bool = False) -> list[Value]:
     def layout(model: Llama, column: str | None, device: str) -> tuple[nn.Module, Any]:
+        compile_layers(model, compiled)
         handle = apply_column(column, model)
         return nn.parallel.DistributedDataParallel(model), handle
 
     return train(layout, column, device)
 
 
-def fsdp2(column: str | None, device: str = "cpu", *, reshard: bool = True, bf16: bool = False) -> list[Value]:
+def ddp_compiled_layers(column: str | None, device: str = "cpu") -> list[Value]:
+    return ddp(column, device, compiled=True)
+
+
+def ddp_compiled_model(column: str | None, device: str = "cpu") -> list[Value]:
+    """Compiled around DDP, which splits the graph."""
+
     def layout(model: Llama, column: str | None, device: str) -> tuple[nn.Module, Any]:
+        torch._dynamo.reset()
+        handle = apply_column(column, model)
+        return torch.compile(nn.parallel.DistributedDataParallel(model), backend="aot_eager"), handle
+
+    return train(layout, column, device)
+
+
+def fsdp2(
+    column: str | None, device: str = "cpu", *, reshard: bool = True, bf16: bool = False, compiled: bool = False
+) -> list[Value]:
+    def layout(model: Llama, column: str | None, device: str) -> tuple[nn.Module, Any]:
+        compile_layers(model, compiled)
         handle = apply_column(column, model)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -84,6 +110,10 @@ def fsdp2(column: str | None, device: str = "cpu", *, reshard: bool = True, bf16
 
 def fsdp2_kept_gathered(column: str | None, device: str = "cpu") -> list[Value]:
     return fsdp2(column, device, reshard=False)
+
+
+def fsdp2_compiled_layers(column: str | None, device: str = "cpu") -> list[Value]:
+    return fsdp2(column, device, compiled=True)
 
 
 def fsdp2_bf16(column: str | None, device: str = "cpu") -> list[Value]:
@@ -127,14 +157,19 @@ SEQUENCE: dict[str, Any] = {
 }
 
 
-def tensor_parallel(column: str | None, device: str = "cpu") -> list[Value]:
+def tensor_parallel(column: str | None, device: str = "cpu", *, compiled: bool = False) -> list[Value]:
     def layout(model: Llama, column: str | None, device: str) -> tuple[nn.Module, Any]:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in model.layers:
             parallelize_module(layer, mesh, PLAIN)
+        compile_layers(model, compiled)
         return model, apply_column(column, model)
 
     return train(layout, column, device, same_tokens=True)
+
+
+def tensor_parallel_compiled_layers(column: str | None, device: str = "cpu") -> list[Value]:
+    return tensor_parallel(column, device, compiled=True)
 
 
 def sequence_parallel_model(model: Llama, mesh: Any) -> None:

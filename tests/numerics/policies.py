@@ -61,7 +61,8 @@ def idle(column: str, handle: Handle) -> str:
     """What the Policy asked for and the run did not do; empty if it did all."""
     lines = handle.ledger.lines.values()
     missing = []
-    if column in RECOMPUTING and not sum(line.recomputes for line in lines):
+    recomputed = sum(line.recomputes for line in lines) + sum(one.freed() for one in handle.compiled_bytes().values())
+    if column in RECOMPUTING and not recomputed:
         missing.append("nothing was recomputed")
     if column in SWAPPING and not sum(line.swaps for line in lines):
         missing.append("nothing was swapped")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import tide
 from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.operators.layers import find_layers
 from lowtide.operators.survey import survey
@@ -18,6 +19,7 @@ from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.graph import GraphLayer
 from lowtide.runtime.limits import Limits
 from support.parity_models import build, stacks_of
+from tide.testing import fresh_tide  # noqa: F401
 
 WIDTH = 16
 
@@ -138,7 +140,7 @@ def test_what_is_freed_is_what_the_operators_hold(way: Compile) -> None:
 @WAYS
 def test_layers_that_are_recomputed_hold_their_input(way: Compile) -> None:
     handle = exact(way, Policy((LayerPolicy(Recompute()),) * 3))
-    for one in handle._compiled_bytes().values():
+    for one in handle.compiled_bytes().values():
         assert not {name: size for name, size in one.held.items() if name != "add"}
         assert one.held.get("add", 0) in (0, VALUE)  # the next layer's input
     assert freed(handle)["the whole layer"] > 3 * 3 * DOUBLE
@@ -148,18 +150,18 @@ def test_layers_that_are_recomputed_hold_their_input(way: Compile) -> None:
 def test_an_operator_that_is_kept_is_not_recomputed_with_its_layer(way: Compile) -> None:
     settings = LayerPolicy(Recompute(), rules=(Rule("mlp.up", Keep()),))
     handle = exact(way, Policy((settings,) * 3, origin="solver"))
-    assert [one.held.get("mlp.up") for one in handle._compiled_bytes().values()] == [DOUBLE] * 3
+    assert [one.held.get("mlp.up") for one in handle.compiled_bytes().values()] == [DOUBLE] * 3
 
 
 @WAYS
 def test_a_cast_belongs_to_what_it_is_of(way: Compile) -> None:
     handle = exact(way, policy(norm=Recompute()), autocast=True)
-    assert not any("norm" in one.held for one in handle._compiled_bytes().values())
+    assert not any("norm" in one.held for one in handle.compiled_bytes().values())
 
 
 def test_casts_and_views_are_freed_with_their_operator_under_autocast() -> None:
     handle = exact(by_layer, policy(norm=Recompute(), mlp__mul=Recompute(), mlp__up=Recompute()), autocast=True)
-    assert set(handle._compiled_bytes()[0].held) <= {"mlp.gate", "mlp.dropout", "mlp.silu"}
+    assert set(handle.compiled_bytes()[0].held) <= {"mlp.gate", "mlp.dropout", "mlp.silu"}
 
 
 def test_swapped_operators_leave_a_compiled_layer() -> None:
@@ -187,7 +189,7 @@ def test_layers_may_have_more_kinds_of_decisions_than_dynamo_recompiles(way: Com
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (1 if way is whole else len(layers))
     assert handle is not None
-    assert len(handle._compiled_bytes()) == len(layers)
+    assert len(handle.compiled_bytes()) == len(layers)
     assert all(one.isfinite().all() for one in found)
 
 
@@ -217,7 +219,7 @@ def test_torchs_caches_do_not_bring_back_another_policy(backend: str) -> None:
     for decided in (policy(mlp__up=Recompute()), policy(mlp__mul=Recompute()), policy(mlp__up=Recompute())):
         _, handle = run(lambda model: by_layer(model, backend), decided)
         assert handle is not None
-        held.append({name for name in ("mlp.up", "mlp.mul") if name in handle._compiled_bytes()[0].held})
+        held.append({name for name in ("mlp.up", "mlp.mul") if name in handle.compiled_bytes()[0].held})
         handle.remove()
     assert held == [{"mlp.mul"}, {"mlp.up"}, {"mlp.mul"}]
 
@@ -290,7 +292,7 @@ def test_a_layer_that_ran_in_eager_mode_can_be_compiled_and_run_in_eager_mode_ag
     assert recomputes == 4  # all but the first layer, which was profiled
     steps(whole(model), model)
     assert sum(line.recomputes for line in handle.ledger.lines.values()) == recomputes
-    assert handle._compiled_bytes()[0].freed() > 0
+    assert handle.compiled_bytes()[0].freed() > 0
     steps(model, model, lengths=(8,))
     assert sum(line.recomputes for line in handle.ledger.lines.values()) == recomputes + 6
 
@@ -300,6 +302,57 @@ def test_a_model_without_gradients_is_compiled_as_it_is() -> None:
     apply(model, policy(mlp__up=Recompute()))
     with torch.no_grad():
         assert whole(model)(torch.ones(1, 4, WIDTH)).shape == (1, 4, WIDTH)
+
+
+ON_DEVICE = {
+    "recompute": (policy(6, mlp__up=Recompute(), mlp__mul=Recompute()), 2 * 2),
+    "swap": (policy(6, mlp__up=Swap(9), mlp__gate=Swap(9), mlp__mul=Swap(9)), 3 * 2),
+    "both": (policy(6, mlp__up=Swap(9), mlp__gate=Swap(9), mlp__mul=Recompute(), norm=Recompute()), 3 * 2),
+    "whole layers": (Policy((LayerPolicy(Recompute()),) * 6), 3 * 2),
+}
+"""Policies for six layers, and at least how many tensors as wide as a layer's input each of them frees."""
+
+
+def on_device(decided: Policy | None) -> tuple[list[Tensor], int, Handle | None]:
+    """Two steps on the virtual accelerator: gradients, what the second holds after forward, and the handle."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Model(6).to("tide")
+    by_layer(model)
+    handle = apply(model, decided, limits=Limits(minimum_bytes=1)) if decided is not None else None
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        x = torch.randn(8, 64, WIDTH).to("tide").requires_grad_()
+        before = torch.accelerator.memory_allocated()
+        output = model(x)
+        torch.accelerator.synchronize()
+        held = torch.accelerator.memory_allocated() - before
+        output.square().mean().backward()
+        found += [one.grad.cpu() for one in model.parameters()]
+        model.zero_grad()
+    return found, held, handle
+
+
+@pytest.mark.parametrize("what", ON_DEVICE)
+def test_what_is_decided_really_leaves_the_device(what: str, fresh_tide: None) -> None:  # noqa: F811
+    decided, values = ON_DEVICE[what]
+    expected, all_of_it, _ = on_device(None)
+    found, held, handle = on_device(decided)
+    assert all(map(torch.equal, found, expected))
+    one_layer = values * 8 * 64 * WIDTH * 4
+    assert all_of_it - held >= (5 if decided.layers[0].rules else 6) * one_layer  # the last one's is due in backward
+    assert handle is not None
+    assert not tide.races()
+
+
+def test_random_numbers_that_torch_cannot_draw_again_are_kept(fresh_tide: None) -> None:  # noqa: F811
+    expected, _, _ = on_device(None)
+    found, _, handle = on_device(policy(6, mlp__dropout=Recompute()))
+    assert all(map(torch.equal, found, expected))
+    assert handle is not None
+    (setting,) = handle.receipt().settings
+    assert "no effect: torch cannot repeat it in a compiled graph on this device" in setting.notes
 
 
 class Operators(nn.Module):

@@ -176,7 +176,7 @@ class Handle:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
         more = [f"{name} in layer {index} is kept: its call cannot be replayed" for index, name in self.kept]
         profiles = {one.index: one.profile for one in self.followers}
-        receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more, self._compiled_bytes())
+        receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more, self.compiled_bytes())
         self.ledger.clear()
         return receipt
 
@@ -210,7 +210,7 @@ class Handle:
             catalogue = Catalogue(tuple(one for one in catalogues if one is not None))
             self.resolution = resolve(self.policy, catalogue, require_match=not self.allow_unmatched)
 
-    def _compiled_bytes(self) -> dict[int, GraphBytes]:
+    def compiled_bytes(self) -> dict[int, GraphBytes]:
         """What each compiled layer holds, where its graph is known."""
         found: dict[int, GraphBytes] = {}
         seen: dict[GraphLayer, int] = {}

@@ -115,6 +115,9 @@ class _CompiledRun:
                     holder.saved = saved
                     offloads.reload_at(due)
             holder.due = schedule.reach(position) if schedule.next <= position else []
+        # Torch holds the pack hook, and so this, until backward.
+        self.saved.clear()
+        self.holders.clear()
         return len(owners)
 
     def _decision(self, key: int, owner: str) -> tuple[str, Decision]:

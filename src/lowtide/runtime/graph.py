@@ -280,6 +280,13 @@ def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any
             node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = instance
     forward, backward = partitioner(joint, inputs, *args, **settings)
+    if recomputed and torch.__version__ < "2.14" and any(_is_opaque(node) for node in _saved(forward.graph, outputs)):
+        raise through_dynamo(
+            PolicyError(
+                f"torch {torch.__version__} cannot recompute in a compiled layer whose parameters are DTensors;"
+                " its own checkpoint fails likewise, and torch 2.14 can: swap, do not compile, or use that"
+            )
+        )
     held = _held(forward.graph, outputs)
     found: dict[str, list[GraphBytes]] = {}
     for key, instance in sorted({entry[:2] for node in joint.graph.nodes if (entry := _entry(node))}, key=_second):
@@ -288,7 +295,7 @@ def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any
     for key, all_bytes in found.items():
         layer = _LAYERS[key]
         layer.bytes = all_bytes
-        order = tuple(map(_saved_value, _saved(forward.graph, outputs)))
+        order = tuple(map(_saved_value, _saved_tensors(forward.graph, outputs)))
         if len(found) == len(all_bytes) == 1 and order not in layer.saved:
             layer.saved.append(order)
     return forward, backward
@@ -319,8 +326,9 @@ def _recomputed(graph: Graph) -> dict[Node, int]:
         if (node.op == "placeholder" and "tangents" in str(node.target)) or not late.isdisjoint(node.all_input_nodes):
             late.add(node)  # torch copies the entries to the nodes of backward
             continue
-        owner = _owner(node)
-        if owner is None or _communicates(node):
+        source = _source(node)
+        owner = _entry(source)
+        if owner is None or _communicates(source) or _cannot_be_drawn_again(source):
             continue
         if _LAYERS[owner[0]].recomputes(owner[2]):
             found[node] = owner[1]
@@ -332,9 +340,14 @@ def _communicates(node: Node) -> bool:
     return is_operator(node.target) and "c10d" in str(getattr(node.target, "namespace", ""))
 
 
-def _owner(node: Node) -> tuple[str, int, str] | None:
-    """The entry of the operator whose value a node has; None for what comes from outside of decided layers."""
-    return _entry(_source(node))
+_DRAWN_AGAIN = {"cpu", "cuda", "hpu", "xpu"}
+"""The devices on which torch can draw a compiled graph's random numbers a second time."""
+
+
+def _cannot_be_drawn_again(node: Node) -> bool:
+    """Whether it draws random numbers on a device where torch cannot repeat that: its result is kept."""
+    random = is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return random and not all(tensor.device.type in _DRAWN_AGAIN for tensor in _tensors(node))
 
 
 def _source(node: Node) -> Node:
@@ -365,7 +378,7 @@ def _dtype(node: Node) -> Any:
 def _held(graph: Graph, outputs: int) -> dict[int, dict[str, int]]:
     """What the forward graph saves for backward: the bytes of each operator, by the number of its layer's trace."""
     found: dict[int, dict[str, int]] = {}
-    for source in dict.fromkeys(_source(node) for node in _saved(graph, outputs)):
+    for source in dict.fromkeys(_source(node) for node in _saved_tensors(graph, outputs)):
         entry = _entry(source)
         if entry is not None and source.op != "placeholder":
             _, instance, name = entry
@@ -374,11 +387,20 @@ def _held(graph: Graph, outputs: int) -> dict[int, dict[str, int]]:
     return found
 
 
-def _saved(graph: Graph, outputs: int) -> Iterator[Node]:
+def _saved(graph: Graph, outputs: int) -> list[Node]:
+    """What a forward graph saves for backward, sizes and meshes included."""
     output = next(iter(reversed(graph.nodes)))
-    for node in output.args[0][outputs:]:
-        if isinstance(getattr(node, "meta", {}).get("val"), torch.Tensor):
-            yield node
+    found: list[Node] = list(output.args[0][outputs:])
+    return found
+
+
+def _saved_tensors(graph: Graph, outputs: int) -> Iterator[Node]:
+    return (node for node in _saved(graph, outputs) if isinstance(node.meta.get("val"), torch.Tensor))
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether it is an object that is no tensor and no number, such as a mesh."""
+    return not isinstance(node.meta.get("val"), torch.Tensor | int | float | bool | torch.SymInt)
 
 
 def _saved_value(node: Node) -> SavedValue:
@@ -389,6 +411,10 @@ def _saved_value(node: Node) -> SavedValue:
 
 
 def _size(node: Node) -> int:
-    value = node.meta["val"]
-    values = value if isinstance(value, tuple | list) else (value,)
-    return sum(int(one.numel()) * one.element_size() for one in values if isinstance(one, torch.Tensor))
+    return sum(int(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """What a node gives, as the tracer knows it."""
+    value = node.meta.get("val")
+    return [one for one in (value if isinstance(value, tuple | list) else (value,)) if isinstance(one, torch.Tensor)]

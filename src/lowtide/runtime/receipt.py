@@ -200,6 +200,8 @@ def _setting(
         notes.append("compiled")
         if not whole and not any(compiled[index].undecided.get(name) for index in layers for name in setting.decided):
             notes.append("no effect: the compiler saves nothing of it")
+        elif not freed:
+            notes.append("no effect: torch cannot repeat it in a compiled graph on this device")
     return SettingReceipt(
         setting.setting,
         setting.action,
