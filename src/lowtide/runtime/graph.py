@@ -66,6 +66,9 @@ class GraphBytes(NamedTuple):
     """What the compiler would have it hold."""
     held: Mapping[str, int]
     """What it holds."""
+    inputs: int = 0
+    """The bytes that the recomputed operators read of others, and that the compiler would not have it hold: at most
+    these are held in addition."""
 
     def freed(self, operators: Iterable[str] | None = None) -> int:
         """What the decisions for these operators free; None: for all."""
@@ -273,9 +276,11 @@ def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any
     outputs = settings["num_fwd_outputs"]
     recomputed = _recomputed(joint.graph)
     undecided: dict[int, dict[str, int]] | None = None
+    read: dict[int, int] = {}
     if recomputed:
         forward, _ = partitioner(_copied(joint), inputs, *args, **settings)
         undecided = _held(forward.graph, outputs)
+        read = _read(recomputed, {_source(node).name for node in _saved_tensors(forward.graph, outputs)})
         for node, instance in recomputed.items():
             node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = instance
@@ -291,7 +296,7 @@ def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any
     found: dict[str, list[GraphBytes]] = {}
     for key, instance in sorted({entry[:2] for node in joint.graph.nodes if (entry := _entry(node))}, key=_second):
         before = (held if undecided is None else undecided).get(instance, {})
-        found.setdefault(key, []).append(GraphBytes(before, held.get(instance, {})))
+        found.setdefault(key, []).append(GraphBytes(before, held.get(instance, {}), read.get(instance, 0)))
     for key, all_bytes in found.items():
         layer = _LAYERS[key]
         layer.bytes = all_bytes
@@ -332,6 +337,20 @@ def _recomputed(graph: Graph) -> dict[Node, int]:
             continue
         if _LAYERS[owner[0]].recomputes(owner[2]):
             found[node] = owner[1]
+    return found
+
+
+def _read(recomputed: Mapping[Node, int], held: set[str]) -> dict[int, int]:
+    """The bytes that recomputed nodes read of others, and that are not ``held``, by the number of the layer's trace."""
+    sources: dict[Node, int] = {}
+    for node, instance in recomputed.items():
+        for given in map(_source, node.all_input_nodes):
+            own = recomputed.get(given) == instance
+            if given.op == "call_function" and not own and given.name not in (() if given in recomputed else held):
+                sources.setdefault(given, instance)
+    found: dict[int, int] = {}
+    for source, instance in sources.items():
+        found[instance] = found.get(instance, 0) + _size(source)
     return found
 
 

@@ -1,0 +1,338 @@
+"""Random Policies inside torch.compile: exactness, bytes, graphs, host time, and torch's own memory budget as the peer.
+
+    python benchmarks/compiled.py --json
+    python benchmarks/compiled.py --json --quick
+    python benchmarks/compiled.py --json --only budget
+
+``cases``: ten models of two layers (Llama, GPT-2, experts as in Mixtral, DeepSeek, ViT, T5, Gemma, BERT, our own
+reference, one like nanochat), compiled layer by layer and as a whole, with ``aot_eager`` and Inductor, in float32
+and under bfloat16 autocast, each with random decisions for its operators. Every loss and gradient of two steps is
+compared with those of the same compiled model without a Policy. ``saved_bytes_ratio`` is the most that compiled layers
+hold for backward over what they may: what the compiler holds undecided, less what is recomputed, and what that is
+rebuilt from. ``recompiles_per_switch`` is how many graphs are compiled, for each graph of the model, when another
+Policy is applied.
+
+``host``: the time of a small compiled layer with a decision that changes nothing in its graph, less that of the same
+layer without one, on the real clock.
+
+``budget``: torch's ``activation_memory_budget`` at 0.25, 0.5 and 0.75 on a Llama layer stack; for each, the Policy that
+``lowtide.plan`` makes with the largest budget at which the compiled layers hold no more bytes than torch's do; CPU time
+of a step, interleaved, ours over torch's. The plan is priced from eager layers.
+
+FlexAttention has no backward on the CPU and is not among the models. This benchmark is nightly: it takes half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import lowtide
+from lowtide.errors import PlanError
+from lowtide.operators.layers import find_layers
+from lowtide.policy import LayerPolicy, Policy, Recompute, Rule
+from stamp import stamped
+from support.compiled_cases import BACKENDS, CELLS, MODELS, Cell, NanoChat, Outcome, run_cell
+
+POLICIES = {"aot_eager": 8, "inductor": 3}
+QUICK = [Cell("nanochat", "aot_eager", "fp32", way) for way in ("layer", "model")]
+BUDGETS = (0.25, 0.5, 0.75)
+
+
+def all_cases(quick: bool, console: Console) -> list[Outcome]:
+    """The outcomes of every cell, from two processes."""
+    chosen = QUICK if quick else CELLS
+    found: list[Outcome] = []
+    # A new process for each cell: what Dynamo and Inductor keep of a cell would slow the next ones down.
+    pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with pool, Progress(console=console, disable=not console.is_terminal, transient=True) as shown:
+        task = shown.add_task("cells", total=len(chosen))
+        waiting = [pool.submit(run_cell, cell, 1 if quick else POLICIES[cell.backend]) for cell in chosen]
+        for future in as_completed(waiting):
+            found += future.result()
+            shown.advance(task)
+    return found
+
+
+def figures_of(outcomes: list[Outcome]) -> dict[str, Any]:
+    """The figures of all cases."""
+    done = [one for one in outcomes if not one.error]
+    inductor = [one for one in done if one.cell.backend == "inductor"]
+    precise = [one for one in inductor if one.cell.precision == "fp32"]
+    return {
+        "cases": len(outcomes),
+        "errors": len(outcomes) - len(done),
+        "not_bitwise_aot_eager": sum(bool(one.different) for one in done if one.cell.backend == "aot_eager"),
+        "inductor_cases": len(inductor),
+        "inductor_not_bitwise": sum(bool(one.different) for one in inductor),
+        "inductor_not_bitwise_fp32": sum(bool(one.different) for one in precise),
+        "inductor_worst_relative": max((one.relative for one in inductor), default=0.0),
+        "saved_bytes_ratio": max((one.held / one.bound for one in done if one.bound), default=0.0),
+        "held_without_a_bound": sum(one.held for one in done if not one.bound),
+        "graph_breaks_added": sum(max(one.breaks, 0) for one in done),
+        "graphs_added": sum(max(one.graphs, 0) for one in done),
+    }
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """By model and backend."""
+    table = Table("model", "backend", "cases", "not bitwise", "worst difference", "bytes held of allowed", "errors")
+    for model in MODELS:
+        for backend in BACKENDS:
+            found = [one for one in outcomes if (one.cell.model, one.cell.backend) == (model, backend)]
+            if found:
+                ratios = [one.held / one.bound for one in found if one.bound]
+                table.add_row(
+                    model,
+                    backend,
+                    str(len(found)),
+                    str(sum(bool(one.different) for one in found)),
+                    f"{max(one.relative for one in found):.1e}",
+                    f"{max(ratios, default=0.0):.3f}",
+                    str(sum(bool(one.error) for one in found)),
+                )
+    return table
+
+
+def recompiles_per_switch() -> float:
+    """The most graphs that a switch to another Policy compiles, for each graph that the model has."""
+    worst = 0.0
+    for way in ("layer", "model"):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        model = NanoChat()
+        compiled: Any = model
+        if way == "layer":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        else:
+            compiled = torch.compile(model, backend="aot_eager")
+        tokens = torch.randint(0, 32, (2, 8))
+        compiled(tokens).sum().backward()
+        graphs = before = counters["stats"]["unique_graphs"]
+        for names in (("up",), ("relu",), ("q", "up"), ("up",)):
+            handle = lowtide.apply(model, _recompute(names), layers="blocks")
+            for _ in range(2):
+                compiled(tokens).sum().backward()
+            handle.remove()
+            worst = max(worst, (counters["stats"]["unique_graphs"] - before) / graphs)
+            before = counters["stats"]["unique_graphs"]
+    return worst
+
+
+def _recompute(names: tuple[str, ...]) -> Policy:
+    return Policy((LayerPolicy(rules=tuple(Rule(name, Recompute()) for name in names)),), "solver", any_depth=True)
+
+
+class Small(nn.Module):
+    """A layer with an activation that the compiler recomputes anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def host_microseconds(rounds: int) -> dict[str, float]:
+    """What a call of a decided compiled layer takes longer, and how far two undecided ones are apart."""
+    torch._dynamo.reset()
+    models: list[nn.Module] = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Small() for _ in range(2))
+        for layer in model:
+            layer.compile()
+        models.append(model)
+    lowtide.apply(models[2], _recompute(("act",)), layers="")
+    x = torch.randn(4, 8)
+    calls = [model[0] for model in models]
+    for call in calls * 3:
+        call(x).sum().backward()
+    seconds: list[list[float]] = [[] for _ in calls]
+    order = random.Random(0)
+    for _ in range(rounds):
+        for index in order.sample(range(3), 3):
+            call = calls[index]
+            begin = time.perf_counter()
+            for _ in range(20):
+                call(x)
+            seconds[index].append((time.perf_counter() - begin) / 20)
+
+    def apart(one: list[float], other: list[float]) -> float:
+        return 1e6 * statistics.median(a - b for a, b in zip(one, other, strict=True))
+
+    plain, same, decided = seconds
+    both = [(a + b) / 2 for a, b in zip(plain, same, strict=True)]
+    return {
+        "host_us": 1e6 * statistics.median(plain),
+        "host_us_added": apart(decided, both),
+        "host_us_noise": apart(same, plain),
+    }
+
+
+class Stack(nn.Module):
+    """Llama layers, large enough for their products to count."""
+
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads, use_cache=False, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, labels=tokens).loss
+        return loss
+
+
+def against_torch(rounds: int, console: Console) -> dict[str, Any]:
+    """Our step's CPU time over that of torch's own budget, at the bytes that torch's holds."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    layers, width, heads, length = 4, 256, 4, 256
+    tokens = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(0))
+
+    def made() -> Stack:
+        torch.manual_seed(0)
+        return Stack(layers, width, heads)
+
+    def compiled(budget: float | None, policy: Policy | None, backend: str = "inductor") -> tuple[Stack, int]:
+        """A model with compiled layers that has run once, and the bytes that they hold for backward."""
+        torch._dynamo.reset()
+        model = made()
+        for layer in find_layers(model, None).modules:
+            layer.compile(backend=backend)
+        if policy is not None:
+            lowtide.apply(model, policy)
+        patch = torch._functorch.config.patch(activation_memory_budget=budget) if budget is not None else nullcontext()
+        with patch:
+            held = _saved_bytes(lambda: model(tokens), model)
+            model(tokens).backward()
+        return model, held
+
+    _, everything = compiled(None, None)
+    found: dict[str, Any] = {}
+    for budget in BUDGETS:
+        theirs, target = compiled(budget, None)
+        policy, size = _largest_that_holds(
+            target, made(), tokens, lambda policy: compiled(None, policy, "aot_eager")[1]
+        )
+        ours, held = compiled(None, policy)
+        plain, _ = compiled(None, None)
+        ratios, alone = [], []
+        for _ in range(rounds):
+            seconds = {}
+            for name, model in (("ours", ours), ("theirs", theirs), ("plain", plain)):
+                begin = time.process_time()
+                model(tokens).backward()
+                seconds[name] = time.process_time() - begin
+            ratios.append(seconds["ours"] / seconds["theirs"])
+            alone.append(seconds["ours"] / seconds["plain"])
+        found[str(budget)] = {
+            "torch_bytes": target,
+            "our_bytes": held,
+            "all_bytes": everything,
+            "plan_budget": size,
+            "policy": str(policy),
+            "ours_over_torch": statistics.median(ratios),
+            "quartiles": statistics.quantiles(ratios, n=4),
+            "ours_over_undecided": statistics.median(alone),
+        }
+        console.print(f"activation_memory_budget {budget}: {found[str(budget)]}", markup=False, highlight=False)
+    mean = statistics.mean(one["ours_over_torch"] for one in found.values())
+    return {"budget_vs_torch": mean, "budgets": found}
+
+
+def _saved_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
+    """What the layers save for backward that is not a parameter, each storage once, in a run after the first."""
+    run()
+    own = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *model.buffers()]}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run()
+    del loss
+    return sum(seen.values())
+
+
+def _largest_that_holds(
+    target: int, model: nn.Module, tokens: Tensor, held: Callable[[Policy], int]
+) -> tuple[Policy, int]:
+    """The Policy of the largest plan whose compiled layers hold at most ``target`` bytes."""
+
+    def planned(budget: int | str) -> lowtide.Plan:
+        return lowtide.plan(model, lambda: model(tokens), budget=budget, device="h100", swap=False)
+
+    kept = planned("80GiB").peak
+    try:
+        planned(1)
+    except PlanError as error:
+        least = error.plan.peak  # type: ignore[attr-defined]
+    low, high = 0, 16
+    best: tuple[Policy, int] | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        plan = planned(least + (kept - least) * middle // 16)
+        if held(plan.policy) <= target:
+            best, low = (plan.policy, plan.peak), middle + 1
+        else:
+            high = middle - 1
+    assert best is not None
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="two cells and short rounds, under a minute")
+    parser.add_argument("--only", choices=("cases", "host", "budget"), help="one of the three parts")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    figures: dict[str, Any] = {}
+    if options.only in (None, "cases"):
+        outcomes = all_cases(options.quick, console)
+        console.print(table_of(outcomes))
+        for one in outcomes:
+            if one.error or (one.different and one.cell.backend == "aot_eager"):
+                console.print(str(one), markup=False, highlight=False, style="red")
+        figures |= figures_of(outcomes) | {"recompiles_per_switch": recompiles_per_switch()}
+    if options.only in (None, "host"):
+        figures |= host_microseconds(100 if options.quick else 2000)
+    if options.only == "budget" or (options.only is None and not options.quick):
+        figures |= against_torch(30, console)
+    if options.json:
+        print(json.dumps(stamped(figures)))
+
+
+if __name__ == "__main__":
+    main()
