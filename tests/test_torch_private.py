@@ -28,7 +28,15 @@ from lowtide._torch_private.checkpointing import (
     runs_in_checkpoint,
 )
 from lowtide._torch_private.collectives import exchange_rows, group_name_of, is_collective
-from lowtide._torch_private.compiled import compiled_call, dict_version, is_compiled, uncompiled, under_compilation
+from lowtide._torch_private.compiled import (
+    NothingCompiled,
+    compiled_call,
+    dict_version,
+    is_compiled,
+    runs_compiled,
+    uncompiled,
+    under_compilation,
+)
 from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
 from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modes import (
@@ -248,6 +256,27 @@ def test_compiled_modules_are_known_and_so_is_code_that_runs_in_them() -> None:
     assert compiled_call(module) == "_compiled_call_impl"
     assert seen[0] is False
     assert seen[1] is True
+
+
+def test_nothing_is_compiled_for_a_while_and_what_torch_compile_called_is_known() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((runs_compiled(), under_compilation()))
+            return x + 1
+
+    compiled = torch.compile(Module(), backend="aot_eager")
+    Module()(torch.ones(1))
+    with NothingCompiled():
+        compiled(torch.ones(1))
+    off = NothingCompiled()
+    off.on()
+    off.on()
+    compiled(torch.ones(1))
+    off.off()
+    off.off()
+    assert seen == [(False, False), (True, False), (True, False)]
 
 
 def test_a_node_that_saves_its_output_without_the_graph_does_not_hold_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ with needed_for("telling compiled modules from eager ones"):
     from torch._C._dynamo.guards import dict_version
 
 __all__ = [
+    "NothingCompiled",
     "between_graphs",
     "compiled_call",
     "dict_version",
     "is_compiled",
     "is_dynamo_compiling",
+    "runs_compiled",
     "uncompiled",
     "under_compilation",
 ]
@@ -54,6 +57,39 @@ def under_compilation() -> bool:
     """Whether this is being traced by ``torch.compile``, or runs where it would have been."""
     # What `torch.compiler.is_compiling` asks in addition is for TorchScript, and takes microseconds of every layer.
     return is_dynamo_compiling() or compiler._is_compiling_flag or get_eval_frame_callback() is not None
+
+
+def runs_compiled() -> bool:
+    """Whether ``torch.compile`` has called what runs now, compiled or not. Slow: it walks the stack."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    frame: FrameType | None = sys._getframe() if dynamo is not None else None
+    while frame is not None and frame.f_code.co_filename != dynamo.__file__:  # type: ignore[union-attr]
+        frame = frame.f_back
+    return frame is not None
+
+
+class NothingCompiled:
+    """What is compiled runs in eager mode between ``on`` and ``off``, as a context too; no-op before torch compiles."""
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+
+    def on(self) -> None:
+        """Let nothing be compiled from now on."""
+        if self._stance is None and "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def off(self) -> None:
+        """As before; no-op if it is off."""
+        if self._stance is not None:
+            stance, self._stance = self._stance, None
+            stance.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        self.on()
+
+    def __exit__(self, *_: object) -> None:
+        self.off()
 
 
 def between_graphs(

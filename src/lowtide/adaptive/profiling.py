@@ -11,11 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowtide._torch_private.checkpointing import runs_in_checkpoint
+from lowtide._torch_private.compiled import is_compiled, runs_compiled, uncompiled
 from lowtide.adaptive.journal import Journal
 from lowtide.adaptive.lengths import ENOUGH, Lengths, Shape, are_apart, format_shape
 from lowtide.adaptive.model_parts import ModelParts
 from lowtide.adaptive.ranks import Ranks
 from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
+from lowtide.errors import PolicyError
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.wrappers import Hook
 from lowtide.runtime.follower import Structure
@@ -26,6 +28,14 @@ FRUITLESS = 5
 """Steps in a row that could not be measured before profiling is given up."""
 MOST_TIMED = 6
 """Steps that are timed at most, where batches of different shapes are waited for."""
+_COMPILED = (
+    "the layers are compiled: the measured steps run in eager mode, where operators are seen, and so do steps that are"
+    " watched for OOM; the plan counts what eager layers hold, and compiled ones hold less"
+)
+_NOT_IN_PLACE = (
+    "adapt() does not see the steps of a model that is compiled as a whole, or whose layers are replaced by compiled"
+    " ones: compile its layers in place, as by layer.compile(), or use lowtide.plan() and lowtide.apply()"
+)
 _CHECKPOINTED = (
     "the model's own code runs its layers in torch.utils.checkpoint, which recomputes them whatever is planned: take"
     " that call out, and lowtide decides what is recomputed"
@@ -54,6 +64,8 @@ class Profiling:
         self._fruitless = self._seen = 0
         self._checkpointed: bool | None = None
         """Whether the model's own code checkpoints its layers; None before one has run."""
+        self._compiled = False
+        """Whether the layers are compiled, and this was said."""
 
     @property
     def is_wanted(self) -> bool:
@@ -67,18 +79,23 @@ class Profiling:
     def prepare(self, stack: ExitStack) -> list[Callable[[], AbstractContextManager[None]]]:
         """Prepare the model for a profiled step; what is returned makes the contexts to enter when it begins."""
         if not self._rounds:
-            stack.enter_context(self._looking_for_checkpoints())
+            stack.enter_context(self._looking_around())
         return [stack.enter_context(one.prepared()) for one in self.profilers]
 
     @contextmanager
-    def _looking_for_checkpoints(self) -> Iterator[None]:
-        """Say it once if the model's own code runs its layers in ``torch.utils.checkpoint``."""
+    def _looking_around(self) -> Iterator[None]:
+        """Say it once if the model's code runs its layers in ``torch.utils.checkpoint``, or is compiled."""
 
         def look(layer: nn.Module, args: Any) -> None:
             if self._checkpointed is None:
                 self._checkpointed = runs_in_checkpoint()
                 if self._checkpointed:
                     self.journal.note(0, "warned", _CHECKPOINTED)
+            if not self._compiled and runs_compiled():
+                if not is_compiled(layer) or uncompiled(layer) is not layer:
+                    raise PolicyError(_NOT_IN_PLACE)
+                self._compiled = True
+                self.journal.note(0, "measured", _COMPILED)
 
         first = self.model.first_layer
         hook = first.register_forward_pre_hook(Hook(look))

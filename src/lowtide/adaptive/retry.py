@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lowtide._torch_private.collectives import COLLECTIVE_NAMESPACES
+from lowtide._torch_private.compiled import NothingCompiled
 from lowtide._torch_private.modes import (
     TorchDispatchMode,
     dispatch_modes_on,
@@ -84,6 +85,8 @@ class RetryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.wrote = False
         """Whether an optimizer's step has begun to write."""
         self.formulas = Formulas(self)
+        self._eager = NothingCompiled()
+        """Dynamo compiles nothing under a mode, but would still be there, and look at every function."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,11 +96,13 @@ class RetryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Intercept operators, at the bottom of the mode stack, and the resizing of storages."""
         if not any(one is self for one in dispatch_modes_on()):
             resize_watchers.add(self._resize)
+            self._eager.on()
             insert_dispatch_mode(self)
 
     def off(self) -> None:
         """Intercept nothing; no-op if the mode is off."""
         remove_dispatch_mode(self)
+        self._eager.off()
         resize_watchers.remove(self._resize)
         self.formulas.settle()
 

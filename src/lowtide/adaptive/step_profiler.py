@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lowtide._torch_private.compiled import NothingCompiled
 from lowtide._torch_private.saved_tensor_hooks import insert_saved_tensors_hooks, remove_saved_tensors_hooks
 from lowtide.adaptive.host_copies import HostCopies
 from lowtide.errors import TraceError
@@ -119,9 +120,9 @@ class StepProfiler:
         """As :meth:`step`, for a caller that reports the optimizers' steps and has no context around the whole step.
 
         Only the model is touched until the caller enters the context that the yielded function makes, when the step's
-        first forward begins.
+        first forward begins. What is compiled runs in eager mode: only there are operators seen.
         """
-        with self._surveying() if self.survey is None else self._recording() as record:
+        with NothingCompiled(), self._surveying() if self.survey is None else self._recording() as record:
             yield record
 
     def optimizer_begins(self, *_: Any) -> None:

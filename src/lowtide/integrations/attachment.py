@@ -11,7 +11,7 @@ from lowtide.errors import PolicyError
 from lowtide.integrations.every_rank import wait_for_every_rank
 from lowtide.integrations.settings import Settings
 from lowtide.operators.layers import Layers, find_layers
-from lowtide.runtime.compiled import has_compiled
+from lowtide.runtime.compiled import compiled_in_place
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,10 +121,10 @@ class Attachment:
             return None
         from lowtide.api import adapt
 
-        if self.observer is not None and has_compiled(model):  # it would be refused in a step, which ends the script
-            raise PolicyError(
-                f"{type(model).__name__} is compiled, where single operators cannot be decided; run it eagerly, or with"
-                " a Policy that recomputes or swaps whole layers"
+        if self.observer is not None and not compiled_in_place(model, layers or settings.layers):
+            raise PolicyError(  # now: in a step it would end the script
+                f"{type(model).__name__} is compiled as a whole, or a part of its layers is, where adapt() does not see"
+                " its steps; compile its layers in place, as by layer.compile(), or run it with a Policy"
             )
         wait_for_every_rank("adapt")
         run = adapt(

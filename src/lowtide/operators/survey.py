@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -90,12 +91,20 @@ def surveying(
 
 
 def _sum_up(model: nn.Module, found: Layers, seen: Sequence[Observation], root: Root) -> Survey:
-    kinds: dict[str, LayerKind] = {}
+    alike: dict[str, list[LayerKind]] = {}
     kind_of: list[int] = []
     for module, observation in zip(found.modules, seen, strict=True):
         kind = layer_kind(module, observation)
-        kinds.setdefault(kind.digest, kind)
-        kind_of.append(list(kinds).index(kind.digest))
+        alike.setdefault(kind.digest, []).append(kind)
+        kind_of.append(list(alike).index(kind.digest))
+    kinds = [_usual(of_one_kind) for of_one_kind in alike.values()]
     inside = [saved.storage for saved in root.inside]
     outside = layer_kind(model, root.profiler.result(), held_elsewhere=inside)
-    return Survey(found, tuple(kinds.values()), tuple(kind_of), outside, root.held())
+    return Survey(found, tuple(kinds), tuple(kind_of), outside, root.held())
+
+
+def _usual(alike: Sequence[LayerKind]) -> LayerKind:
+    """The one that saves as many tensors as most do: the first saves less if its input needs no gradient."""
+    counts = Counter(len(kind.packs) for kind in alike)
+    number = max(counts, key=lambda number: (counts[number], number))
+    return next(kind for kind in alike if len(kind.packs) == number)

@@ -27,12 +27,19 @@ class Wrappers:
         inner = getattr(module, attribute)
         wrapped = _Forward(make(inner))
         update_wrapper(wrapped, inner, updated=())
-        wrapped.module, wrapped.attribute, wrapped.inner = module, attribute, inner
+        wrapped.module, wrapped.attribute, wrapped.inner, wrapped.make = module, attribute, inner, make
         wrapped.before = vars(module).get(attribute)
         self.made.append(wrapped)  # first: an interrupt must not leave a wrapper that remove() does not know
         if _STATE not in vars(module):
             vars(module)[_STATE] = _State(module)
         setattr(module, attribute, wrapped)
+
+    def around(self, module: nn.Module, forward: Function) -> Function:
+        """What these wrappers make of a module's ``forward``, for a call that has passed by them already."""
+        for wrapped in self.made:
+            if wrapped.module is module and wrapped.attribute == "forward":
+                forward = wrapped.make(forward)
+        return forward
 
     def remove(self) -> None:
         """Restore the modules."""
@@ -78,6 +85,7 @@ class _Forward(partial):  # type: ignore[type-arg]
     attribute: str
     inner: Function
     """What it wraps."""
+    make: Callable[[Function], Function]
     before: Function | None
     """The module's own attribute before; None if it used its class's."""
     removed = False

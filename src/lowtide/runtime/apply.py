@@ -153,11 +153,11 @@ class Handle:
         unknown: set[Structure] = set()
         for follower in self.followers:
             structure = follower.structure
-            if follower.compiled or structure in unknown or structure in self.profiles:
+            if structure in unknown or structure in self.profiles:
                 continue
-            if structure in known:
+            if structure in known and (not follower.compiled or follower.graph is not None):
                 self._profiled(structure, known[structure])
-            else:
+            elif not follower.compiled:
                 unknown.add(structure)
                 follower.watch()
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch_private.compiled import is_compiled
+from lowtide._torch_private.compiled import is_compiled, uncompiled
 from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.layers import find_layers
 from lowtide.operators.saved import Saved, kept_apart
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Decision, LayerPolicy, Swap
@@ -27,7 +28,7 @@ from lowtide.runtime.refuse import is_left_alone, refuse_compilation
 from lowtide.runtime.schedule import Prefetching, Span
 from lowtide.runtime.swap import Offloads, SwapManager
 
-__all__ = ["CompiledLayer", "has_compiled"]
+__all__ = ["CompiledLayer", "compiled_in_place", "has_compiled"]
 
 EVERYTHING = "the compiled layer"
 """What the receipt calls all that a compiled layer saves."""
@@ -36,6 +37,15 @@ EVERYTHING = "the compiled layer"
 def has_compiled(layer: nn.Module) -> bool:
     """Whether the layer, or something in it, is compiled."""
     return any(is_compiled(module) for module in layer.modules())
+
+
+def compiled_in_place(model: nn.Module, layers: str | None = None) -> bool:
+    """Whether nothing but layers of the model is compiled, each as a whole and in place."""
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    if not compiled:
+        return True
+    own = set(find_layers(model, layers).modules)
+    return all(module in own and uncompiled(module) is module for module in compiled)
 
 
 class CompiledLayer:

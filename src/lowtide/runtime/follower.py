@@ -128,8 +128,8 @@ class LayerFollower:
         if whole or (by_operator and (self.compiled or not swaps)):
             self.graph = GraphLayer.of(self.plain, self.settings, shared.policy)
         self.graph_broke = False
-        self.pending: _Profiling | None = None
-        """A tracker that waits for a run in eager mode: a layer that is compiled has nothing else attached to it."""
+        self.pending: _Profiling | DecidedLayer | None = None
+        """What waits for a run in eager mode: a layer that is compiled has nothing else attached to it."""
         self.swaps_compiled = self.compiled and swaps
         """Whether it is compiled, and something that it saves is swapped."""
         self.state = State.KEPT
@@ -201,9 +201,11 @@ class LayerFollower:
         assert span is not None
         boundary = resolved.boundary
         whole = self.settings.recomputed_as_a_whole
-        if not whole and not self.compiled:
-            decided = self._decided(resolved, span, due)
-            if decided is not None:
+        if not whole and (not self.compiled or (self.graph is not None and self.plain is self.layer)):
+            decided = self._decided(resolved, span, due) if self.profile is not None else None
+            if self.compiled:
+                self.pending = decided
+            elif decided is not None:
                 self._go(State.DECIDED, decided)
                 return
         make: Callable[[Function], Function] | None = None
@@ -256,7 +258,7 @@ class LayerFollower:
     # What is attached.
 
     def _compiled_or_eager(self, forward: Function) -> Function:
-        """Tell the compiler what is decided, or let the tracker that waits see an eager run."""
+        """Give the compiler what is decided; attach what is pending when the layer runs in eager mode."""
         assert self.graph is not None
 
         def eager(*args: Any, **kwargs: Any) -> Any:
@@ -264,7 +266,9 @@ class LayerFollower:
                 refuse_compilation(self.index)
                 if self.pending is not None:
                     pending, self.pending = self.pending, None
-                    return pending.run(forward, args, kwargs)
+                    if isinstance(pending, DecidedLayer):
+                        self.state, self.attached = State.DECIDED, pending
+                    return pending.run_now(forward, args, kwargs)
             return forward(*args, **kwargs)
 
         return self.graph.traceable(forward, eager)
@@ -338,7 +342,7 @@ class _Profiling:
     def attach(self) -> None:
         self.tracker.attach()
 
-    def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_now(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attach the tracker while the layer's forward is called already, and call what is left of it."""
         self.attach()
         return self.tracker.tracked(self.layer, forward)(*args, **kwargs)

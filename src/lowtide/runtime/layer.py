@@ -134,6 +134,11 @@ class DecidedLayer:
         if self.check is not None:
             self.check.tracker.attach()  # around ours, so that our hooks are the inner ones
 
+    def run_now(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attach this while the layer's forward is called already, and call what is left of it."""
+        self.attach()
+        return self.wrappers.around(self.layer, forward)(*args, **kwargs)
+
     def remove(self) -> None:
         """Restore the layer."""
         if self.check is not None:
