@@ -27,7 +27,16 @@ waiting at a data sheet's rates. Times of the host, such as overheads, are measu
 GPU has run any of them.
 """
 GROUPS = {
-    "Exactness": ("parity", "attacks", "communication", "layouts", "integrations", "zero_code", "check_fuzz"),
+    "Exactness": (
+        "parity",
+        "compiled",
+        "attacks",
+        "communication",
+        "layouts",
+        "integrations",
+        "zero_code",
+        "check_fuzz",
+    ),
     "Memory and speed": ("at_a_budget", "runtime", "plan_quality", "plan_scale", "predict", "moe", "runner"),
     "Surviving": ("adaptive", "adaptive_lengths", "adaptive_long", "adaptive_overhead", "oom_sweep", "crash"),
     "Tools": ("check_start",),

@@ -100,7 +100,7 @@ def steps(compiled: Any, model: nn.Module, lengths: tuple[int, ...] = (8, 8), au
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = compiled(x).float().square().mean()
         loss.backward()
-        found += [loss.detach(), x.grad, *(one.grad.clone() for one in model.parameters())]
+        found += [loss.detach(), x.grad, *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
         model.zero_grad()
     return found
 
@@ -237,6 +237,38 @@ def test_a_setting_without_effect_is_reported(way: Compile) -> None:
     (setting,) = handle.receipt().settings
     assert setting.freed_bytes == 0
     assert "no effect: the compiler saves nothing of it" in setting.notes
+
+
+class Branching(Layer):
+    """Layers alike but for a setting that says what they do."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = bool(Branching.made % 2)
+        Branching.made += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mlp.up(self.norm(x))
+        h = h.sigmoid() * self.mlp.gate(x) if self.gated else h.exp().tanh()
+        return x + self.mlp.down(h)
+
+
+@WAYS
+def test_layers_of_one_structure_may_have_other_operators(way: Compile) -> None:
+    found, handle = [], None
+    for decided in (None, policy(4, mul=Recompute(), tanh=Recompute())):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Model(4, Branching)
+        compiled = way(model)
+        handle = apply(model, decided, allow_unmatched=True) if decided is not None else None
+        found.append(steps(compiled, model))
+    assert all(map(torch.equal, *found))
+    assert handle is not None
+    for index, one in enumerate(handle.compiled_bytes().values() if way is whole else ()):
+        assert not {"mul", "tanh"} & set(one.held), index
 
 
 class Breaking(Layer):

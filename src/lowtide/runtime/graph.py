@@ -101,7 +101,7 @@ class GraphLayer:
         self.policy = Policy((settings,), origin=policy.origin)
         self.modules: dict[int, ModulePlace] = {}
         self.catalogue: tuple[Operator, ...] | None = None
-        """Its operators; None until it was traced."""
+        """All operators that such layers had in a trace; None until one was traced."""
         self.decisions: Mapping[str, Decision] = {}
         self.bytes: list[GraphBytes] = []
         """What each layer of the last graph holds, in the order they run; empty until one was split."""
@@ -115,8 +115,8 @@ class GraphLayer:
     @staticmethod
     def of(layer: nn.Module, settings: LayerPolicy, policy: Policy) -> GraphLayer:
         """The decisions for a layer, together with those that are alike."""
-        names = [f"{name}:{type(module).__qualname__}" for name, module in layer.named_modules()]
-        text = "\n".join([str(settings), policy.origin, *names])
+        names = [f"{name}:{type(module)!r}" for name, module in layer.named_modules()]
+        text = "\n".join([repr(settings), policy.origin, *names])
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         found = _LAYERS.get(key)
         if found is None:
@@ -156,10 +156,12 @@ class GraphLayer:
         return self.settings.recomputed_as_a_whole or isinstance(self.decisions.get(operator), Recompute)
 
     def traced(self, names: Mapping[Node, str]) -> None:
-        """Dynamo has traced such a layer."""
-        self.catalogue = catalogue_of(names)
-        resolution = resolve(self.policy, Catalogue((self.catalogue,)), require_match=False)
-        self.decisions = resolution.layers[0].decisions
+        """Dynamo has traced such a layer; others may have other operators, by a setting of theirs."""
+        operators = catalogue_of(names)
+        resolution = resolve(self.policy, Catalogue((operators,)), require_match=False)
+        self.decisions = {**self.decisions, **resolution.layers[0].decisions}
+        known = {one.name for one in self.catalogue or ()}
+        self.catalogue = (*(self.catalogue or ()), *(one for one in operators if one.name not in known))
         _call_all(self.on_traced)
 
 

@@ -15,9 +15,8 @@ def refuse_compilation(index: int) -> None:
     """Raise if the layer is being compiled, or runs as a part of something that is."""
     if under_compilation():
         raise PolicyError(
-            f"layer {index} runs inside torch.compile, where single operators cannot be decided and nothing can be"
-            " swapped; recompute the layer as a whole, or compile its layers first and then apply a Policy that swaps"
-            " whole layers"
+            f"layer {index} runs inside torch.compile, where nothing can be swapped, and nothing decided that is not"
+            " compiled; compile the layers first, as by layer.compile(), and apply the Policy afterwards"
         )
 
 
