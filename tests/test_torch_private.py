@@ -270,13 +270,18 @@ def test_nothing_is_compiled_for_a_while_and_what_torch_compile_called_is_known(
     Module()(torch.ones(1))
     with NothingCompiled():
         compiled(torch.ones(1))
-    off = NothingCompiled()
-    off.on()
-    off.on()
+    one, other = NothingCompiled(), NothingCompiled()
+    one.on()
+    other.on()
+    other.on()
+    one.off()
     compiled(torch.ones(1))
-    off.off()
-    off.off()
+    other.off()
+    other.off()
     assert seen == [(False, False), (True, False), (True, False)]
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    checkpoint(lambda x: seen.append((runs_compiled(), False)) or x, torch.ones(1), use_reentrant=False)
+    assert seen[-1] == (False, False)
 
 
 def test_a_node_that_saves_its_output_without_the_graph_does_not_hold_itself() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch._C import _pop_torch_function_stack
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lowtide._torch_private.compiled import NothingCompiled
 from lowtide._torch_private.modes import current_dispatch_mode, function_modes
 from lowtide._torch_private.saved_tensor_hooks import pop_saved_tensors_hooks, top_saved_tensors_hooks
 
@@ -33,6 +34,9 @@ def _taken_off(modes: int) -> Iterator[str]:
     if torch.UntypedStorage.resize_ is not PLAIN_RESIZE:
         yield f"{torch.UntypedStorage.resize_} as UntypedStorage.resize_"
         torch.UntypedStorage.resize_ = PLAIN_RESIZE  # type: ignore[method-assign]
+    for one in list(NothingCompiled._all):
+        yield "that nothing is compiled"
+        one.off()
     for of_all in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in of_all.values():
             yield f"the hook {hook} of all optimizers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import compiler
@@ -63,27 +63,34 @@ def runs_compiled() -> bool:
     """Whether ``torch.compile`` has called what runs now, compiled or not. Slow: it walks the stack."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     frame: FrameType | None = sys._getframe() if dynamo is not None else None
-    while frame is not None and frame.f_code.co_filename != dynamo.__file__:  # type: ignore[union-attr]
+    while frame is not None:
+        code = frame.f_code  # what is excluded from compilation is called from the same file, by other functions
+        if code.co_filename == dynamo.__file__ and code.co_name == "compile_wrapper":  # type: ignore[union-attr]
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 class NothingCompiled:
     """What is compiled runs in eager mode between ``on`` and ``off``, as a context too; no-op before torch compiles."""
 
-    def __init__(self) -> None:
-        self._stance: Any = None
+    _all: ClassVar[set[NothingCompiled]] = set()
+    """Those that are on, in any order: torch restores what was set before, which may have been one of these."""
+    _stance: ClassVar[Any] = None
 
     def on(self) -> None:
         """Let nothing be compiled from now on."""
-        if self._stance is None and "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules:
+            if not self._all:
+                NothingCompiled._stance = torch.compiler.set_stance("force_eager")
+            self._all.add(self)
 
     def off(self) -> None:
-        """As before; no-op if it is off."""
-        if self._stance is not None:
-            stance, self._stance = self._stance, None
-            stance.__exit__(None, None, None)
+        """As before, if no other is on; no-op if it is off."""
+        if self in self._all:
+            self._all.remove(self)
+            if not self._all:
+                NothingCompiled._stance.__exit__(None, None, None)
 
     def __enter__(self) -> None:
         self.on()

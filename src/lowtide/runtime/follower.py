@@ -11,9 +11,10 @@ when it goes to the next:
   due in it, or its own input is swapped.
 - ``REMOVED``: the Policy is gone, and the layer is restored.
 
-A decided layer whose control flow diverges from its profile is profiled again, alone, and decided again. Three things
-do not depend on the state and stay until the end: the whole-layer checkpoint, the hooks around a compiled layer, and
-the capture of collectives that are re-issued.
+A decided layer whose control flow diverges from its profile is profiled again, alone, and decided again. Four things
+do not depend on the state and stay until the end: the whole-layer checkpoint, what gives a compiler the decisions, the
+hooks around a compiled layer, and the capture of collectives that are re-issued. A layer that may be compiled has what
+its state attaches only once it runs in eager mode: Dynamo would guard every wrapper.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class LayerFollower:
         if whole or (by_operator and (self.compiled or not swaps)):
             self.graph = GraphLayer.of(self.plain, self.settings, shared.policy)
         self.graph_broke = False
+        """Whether Dynamo breaks its graph inside the layer, which is recomputed as a whole."""
         self.pending: _Profiling | DecidedLayer | None = None
         """What waits for a run in eager mode: a layer that is compiled has nothing else attached to it."""
         self.swaps_compiled = self.compiled and swaps
@@ -135,7 +137,7 @@ class LayerFollower:
         self.state = State.KEPT
         self.attached: Attached | None = None
         self.permanent = Wrappers()
-        """The whole-layer checkpoint, or the hooks around a compiled layer."""
+        """The whole-layer checkpoint, what gives a compiler the decisions, the hooks around a compiled layer."""
         self.collectives: Collectives | None = None
         self.program: LayerProgram | None = None
         self.own_profile: LayerKind | None = None
