@@ -307,6 +307,19 @@ def test_a_layer_in_which_the_graph_breaks_can_be_recomputed_as_a_whole(way: Com
     assert sum(one.recomputes for one in receipt.operators)
 
 
+def test_a_layer_in_which_the_graph_broke_is_restored_and_can_be_decided_again() -> None:
+    model = Model(layer=Breaking)
+    by_layer(model)
+    before = [dict(vars(layer)) for layer in model.layers]
+    handles = []
+    for _ in range(2):
+        handles.append(apply(model, Policy((LayerPolicy(Recompute()),) * 3)))
+        torch._dynamo.reset()
+        steps(model, model)
+        handles[-1].remove()
+        assert [dict(vars(layer)) for layer in model.layers] == before
+
+
 def test_a_backend_that_does_not_split_a_joint_graph_is_refused() -> None:
     with pytest.raises(PolicyError, match="the backend eager of torch"):
         run(lambda model: whole(model, "eager"), policy(mlp__up=Recompute()))

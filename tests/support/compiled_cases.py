@@ -183,11 +183,11 @@ def _run(cell: Cell, policy: Policy | None, layers: str | None) -> tuple[list[Te
         loss.backward()
         values += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
         model.zero_grad()
-    held, bound = _bytes(handle, policy) if handle is not None else (0, 0)
+    held, bound = _bytes(handle) if handle is not None else (0, 0)
     return values, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), held, bound
 
 
-def _bytes(handle: lowtide.Handle, policy: Policy) -> tuple[int, int]:
+def _bytes(handle: lowtide.Handle) -> tuple[int, int]:
     held = bound = 0
     for index, one in handle.compiled_bytes().items():
         graph = handle.followers[index].graph

@@ -16,7 +16,7 @@ from lowtide._torch_private.modes import remove_function_mode
 from lowtide._torch_private.operators import tree_leaves, tree_map
 from lowtide.operators.wrappers import Function, Wrappers
 
-__all__ = ["CallListener", "CallTracker", "Site", "collapse", "function_name", "mapped", "tensors_of"]
+__all__ = ["CallListener", "CallTracker", "Site", "collapse", "function_name", "mapped", "numbered", "tensors_of"]
 
 
 class Site(NamedTuple):
@@ -129,7 +129,7 @@ class CallTracker:
         self.turns.append({})
         if module in self.leaves and self.running is None:
             self.running = module
-            self.name = self._number(self.paths[module])
+            self.name = numbered(self.paths[module], self.counts)
             self.listener.call_begins(self.name, Site(self.names[module]), args, kwargs)
 
     def _leave(self, depth: int, output: Any, completed: bool) -> None:
@@ -155,11 +155,6 @@ class CallTracker:
             self.listener.layer_ends(completed=completed)  # called again, if this is interrupted
             self.begun = False
 
-    def _number(self, name: str) -> str:
-        count = self.counts.get(name, 0)
-        self.counts[name] = count + 1
-        return f"{name}_{count}" if count and "[*]" not in name else name
-
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, as an operator if it is one."""
         if self.paused:
@@ -175,7 +170,7 @@ class CallTracker:
         path = self.paths[self.stack[-1]]
         self.running = func
         site = Site(self.names[self.stack[-1]], func, self.turns[-1][func])
-        self.name = self._number(f"{path}.{name}" if path else name)
+        self.name = numbered(f"{path}.{name}" if path else name, self.counts)
         self.listener.call_begins(self.name, site, args, kwargs)
         if is_collective(func):
             self.listener.collective_begins(self.name)
@@ -212,6 +207,18 @@ def function_name(func: Any) -> str | None:
         name = name.strip("_")
         name = name[1:] if name.startswith("r") and name[1:] in _REFLECTED else name
     return name.rstrip("_") or name
+
+
+def numbered(name: str, counts: dict[str, int]) -> str:
+    """The name of the next call of an operator; ``counts`` has how many there were. Experts in a loop are one.
+
+    >>> counts: dict[str, int] = {}
+    >>> [numbered("mul", counts), numbered("mul", counts)]
+    ['mul', 'mul_1']
+    """
+    count = counts.get(name, 0)
+    counts[name] = count + 1
+    return f"{name}_{count}" if count and "[*]" not in name else name
 
 
 def collapse(name: str) -> str:

@@ -13,7 +13,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 
 from lowtide._torch_private.storages import storage_key
-from lowtide.operators.calls import collapse, function_name, tensors_of
+from lowtide.operators.calls import collapse, function_name, numbered, tensors_of
 from lowtide.operators.families import aliases_of
 from lowtide.policy import Operator
 
@@ -58,13 +58,13 @@ def name_calls(nodes: Iterable[Node], modules: ModulePlaces) -> dict[Node, str]:
         module = inside[-1] if inside else ModulePlace("", leaf=False)
         if module.leaf:
             if stack not in leaves:
-                leaves[stack] = _number(module.path, counts)
+                leaves[stack] = numbered(module.path, counts)
             names[node] = leaves[stack]
             continue
         function = _function(node)
         if function is None or _takes_apart(node):
             continue
-        names[node] = _number(f"{module.path}.{function}" if module.path else function, counts)
+        names[node] = numbered(f"{module.path}.{function}" if module.path else function, counts)
     return names
 
 
@@ -97,12 +97,6 @@ def _identity(key: str) -> int:
     """The module's identity in a key of Dynamo's module stack; a second call's key ends in ``@1``."""
     number = key.partition("@")[0]
     return int(number) if number.isdigit() else 0
-
-
-def _number(name: str, counts: dict[str, int]) -> str:
-    count = counts.get(name, 0)
-    counts[name] = count + 1
-    return f"{name}_{count}" if count and "[*]" not in name else name
 
 
 def _takes_apart(node: Node) -> bool:

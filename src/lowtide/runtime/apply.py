@@ -191,7 +191,7 @@ class Handle:
         for follower in self.followers:
             follower.remove()
         for graph in self._graphs:
-            graph.on_traced[:] = [call for call in graph.on_traced if call() != self._traced]
+            graph.unsubscribe(self._traced)
         while self._gathering:
             self._gathering.pop().remove()
         self.manager.close()

@@ -226,7 +226,7 @@ class LayerFollower:
             self.collectives.remove()
         self.permanent.remove()
         if self.graph is not None:
-            self.graph.on_break[:] = [call for call in self.graph.on_break if call() != self._when_graph_breaks]
+            self.graph.unsubscribe(self._when_graph_breaks)
 
     def _go(self, state: State, attached: Attached | None = None) -> None:
         """Remove what is attached, and attach what the next state has."""
@@ -293,6 +293,8 @@ class LayerFollower:
 
     def _when_graph_breaks(self) -> None:
         """Dynamo breaks its graph inside such a layer: torch's checkpoint recomputes it from now on."""
+        assert self.graph is not None
+        self.graph.unsubscribe(self._when_graph_breaks)  # the next Handle's layers break the same graph
         self.permanent.remove()
         self.graph, self.graph_broke = None, True
         self.start()

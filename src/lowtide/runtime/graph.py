@@ -15,8 +15,8 @@ The layer's key, which is made of its decisions and the names of its modules, is
 Dynamo guards it, so that layers with equal decisions share one graph and no graph is used for another decision.
 
 If the graph breaks inside a layer, its operators are not all in the graph that the second mark sees. That is refused
-for decisions by operator. A layer that is recomputed as a whole goes back to torch's checkpoint, inside which the
-graph breaks as well, so that the layer is not compiled as one piece, or not at all.
+for decisions by operator. A layer that is recomputed as a whole goes back to torch's checkpoint, which then runs
+between the graphs; the pieces of the layer are compiled as they would be without it.
 """
 
 from __future__ import annotations
@@ -150,6 +150,11 @@ class GraphLayer:
         """The function with a code object of its own for each key: Dynamo counts recompilations by code objects."""
         code = _CODES.setdefault(self.key, function.__code__.replace(co_name=f"lowtide_{self.key}"))
         return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+    def unsubscribe(self, call: Callable[[], None]) -> None:
+        """Call it no more."""
+        for methods in (self.on_traced, self.on_break):
+            methods[:] = [method for method in methods if method() != call]
 
     def recomputes(self, operator: str) -> bool:
         """Whether what an operator computes is recomputed; in a layer that is as a whole, that is everything."""
