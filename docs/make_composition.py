@@ -60,10 +60,10 @@ seen), if the ranks' control flow differs there.
 
 ## torch.compile
 
-A compiled layer has no operators. It can be recomputed as a whole, and all that it saves can be swapped if it is
-compiled *before* the Policy is applied, so that the hooks are outside the compiled function. What would have to run
-inside it is refused: when it is applied, or in the first step if it is compiled later. With `fullgraph=True` the refusal
-comes as the compiler's own error.
+Operators and whole layers are recomputed inside compiled graphs, of layers and of models. What is swapped is swapped by
+hooks around compiled layers, so the layers are compiled *before* the Policy is applied; inside a compiled model that is
+refused in the first step. In compiled tensor-parallel layers torch 2.13 cannot recompute, and neither can its own
+checkpoint; torch 2.14 and 2.15 can, which was tried and not compared bit by bit yet. [](guides/compile.md) has the rest.
 """  # noqa: E501
 
 
