@@ -15,6 +15,7 @@ from lowtide._torch_private.graphs import (
     Backend,
     Partitioner,
     call_while_traced,
+    drop_guards,
     graph_of,
     key_of,
     partitioned_by,
@@ -79,6 +80,32 @@ def test_a_traced_function_is_called_and_what_it_notes_is_in_the_joint_graph(bac
     assert len(BACKENDS) == 2
     assert len(JOINT) == 2
     assert "y" in JOINT[0] or "sin" in JOINT[0]
+
+
+FACTOR = 2.0
+OTHER = 3.0
+
+
+def test_guards_of_names_are_forgotten_and_the_others_are_not() -> None:
+    traces: list[float] = []
+
+    def forget(context: Any) -> None:
+        traces.append(FACTOR)
+        drop_guards(context, globals(), ["FACTOR", "call_while_traced"])
+
+    def traced(x: Tensor) -> Tensor:
+        y = x * FACTOR * OTHER
+        call_while_traced(forget, "")
+        return y
+
+    compiled = torch.compile(traced, backend="aot_eager")
+    with pytest.MonkeyPatch.context() as patch:
+        assert compiled(torch.ones(1)).item() == 6.0
+        patch.setitem(globals(), "FACTOR", 5.0)
+        assert compiled(torch.ones(1)).item() == 6.0  # nothing looks at it
+        patch.setitem(globals(), "OTHER", 4.0)
+        assert compiled(torch.ones(1)).item() == 20.0
+    assert traces == [2.0, 5.0]
 
 
 def test_an_error_of_ours_reaches_the_caller_of_what_is_compiled() -> None:

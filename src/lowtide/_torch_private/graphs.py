@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +18,7 @@ __all__ = [
     "Backend",
     "Partitioner",
     "call_while_traced",
+    "drop_guards",
     "graph_of",
     "key_of",
     "partitioned_by",
@@ -44,8 +45,24 @@ def graph_of(context: Any) -> Graph:
 
 def call_while_traced(function: Callable[[Any], None], key: str) -> str:
     """Have Dynamo, which traces this, call ``function(context)``; nothing of it is in what is compiled."""
-    torch._dynamo.comptime.comptime(function)
+    from torch._dynamo.comptime import comptime  # not through `torch`, which the model may use: see drop_guards
+
+    comptime(function)
     return key  # a variable that is not used any more would not be there for `key_of`
+
+
+def drop_guards(context: Any, namespace: dict[str, Any], names: Iterable[str]) -> None:
+    """Forget the guards of these names of a module of lowtide, and of what :func:`call_while_traced` reads."""
+    with needed_for("deciding operators in compiled models"):
+        from torch._dynamo.source import GlobalSource
+
+        output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+        remove = output.guards.remove_guards_with_source
+    for module in (namespace["__name__"], __name__, "torch._dynamo.comptime"):
+        remove(GlobalSource(f"__import_{module.replace('.', '_dot_')}"))
+    if output.global_scope is namespace:  # the module's own function is what is compiled
+        for name in names:
+            remove(GlobalSource(name))
 
 
 def key_of(context: Any) -> str:

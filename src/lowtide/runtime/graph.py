@@ -40,6 +40,7 @@ from lowtide._torch_private.graphs import (
     Backend,
     Partitioner,
     call_while_traced,
+    drop_guards,
     graph_of,
     key_of,
     partitioned_by,
@@ -136,8 +137,6 @@ class GraphLayer:
 
         def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
-                if not torch.is_grad_enabled():
-                    return forward(*args, **kwargs)
                 call_while_traced(mark_begin, key)
                 output = forward(*args, **kwargs)
                 call_while_traced(mark_end, key)
@@ -198,8 +197,15 @@ _NAME = "lowtide"
 """Our entry in a node's ``custom`` entry: the layer's key, the number of its trace, and the operator."""
 
 
+_TRACED_NAMES = ("is_dynamo_compiling", "call_while_traced", "mark_begin", "mark_end")
+"""What a traceable function reads of this module, and nobody else changes: a guard of each would be checked in every
+call."""
+
+
 def mark_begin(context: Any) -> None:
     """A layer is about to be traced."""
+    if not torch.is_grad_enabled():
+        return
     graph = graph_of(context)
     last = next((node for node in reversed(graph.nodes) if _is_call(node)), None)
     _OPEN.setdefault(graph, []).append(_Mark(key_of(context), last))
@@ -208,6 +214,9 @@ def mark_begin(context: Any) -> None:
 
 def mark_end(context: Any) -> None:
     """A layer has been traced."""
+    drop_guards(context, globals(), _TRACED_NAMES)
+    if not torch.is_grad_enabled():
+        return
     graph, key = graph_of(context), key_of(context)
     open_marks = _OPEN.get(graph, [])
     if not open_marks or open_marks[-1].key != key:
