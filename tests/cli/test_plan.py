@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from lowtide.cli.console import make_console
 from lowtide.cli.main import app
-from lowtide.cli.traced import Layout, trace_of
+from lowtide.cli.traced import LayoutOptions, trace_of
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.plan_file import load_plan, plan_from_json, save_plan
 from lowtide.policy import Policy
+from lowtide.trace.layout import Layout
 from support.hand_made_traces import llama_trace
 from support.plan_cases import llama_plan
 
@@ -334,7 +335,7 @@ def test_a_config_without_a_dtype_says_what_is_assumed(tmp_path: Path) -> None:
 
 def test_a_trace_remembers_its_layout(tmp_path: Path) -> None:
     file, again = tmp_path / "trace.json", tmp_path / "again.json"
-    layout = {"replicate": 1, "shard": 8, "tensor": 1, "expert": 1}
+    layout = Layout(shard=8)
     batch = {"samples": 1, "tokens": 4096}
     replace(llama_trace(layers=4), layout=layout, batch=batch).save(file)
     planned(file, "--pp", 2, "--micro-batches", 4, "--trace-out", again)
@@ -348,7 +349,7 @@ def test_a_trace_remembers_its_layout(tmp_path: Path) -> None:
 
 
 def test_a_sample_longer_than_a_shapes_positions_is_planned_and_noted() -> None:
-    trace = trace_of("llama3-8b", Layout(sequence=8200)).trace
+    trace = trace_of("llama3-8b", LayoutOptions(sequence=8200)).trace
     assert trace.batch["tokens"] == 8200
     assert "has positions for 8192 tokens; it is planned as if it had them for 8200" in trace.notes[0]
 

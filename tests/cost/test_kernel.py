@@ -52,8 +52,8 @@ def test_copies_take_their_own_links() -> None:
     assert copy_seconds(device, 10**8, "in") == pytest.approx(1 + 2e-6)
 
 
-def collective(kind: str, ranks: int, message: int = 10**9) -> float:
-    return kernel_seconds(PLAIN, Kernel(f"c10d::{kind}", ranks=ranks, message=message))
+def collective(kind: str, ranks: int, message: int = 10**9, stride: int = 1) -> float:
+    return kernel_seconds(PLAIN, Kernel(f"c10d::{kind}", ranks=ranks, message=message, stride=stride))
 
 
 def test_a_ring_sends_all_but_its_own_part_and_an_all_reduce_does_it_twice() -> None:
@@ -73,6 +73,16 @@ def test_a_group_of_several_nodes_is_bound_by_the_network() -> None:
 def test_a_send_is_one_step_over_the_link_that_the_group_has() -> None:
     assert collective("send", 4) == pytest.approx(1 + 3e-6)
     assert collective("recv_", 8) == pytest.approx(10 + 3e-6)
+
+
+def test_a_group_whose_ranks_are_apart_uses_the_network() -> None:
+    """A node has four devices: ranks 0, 4, 8, 12 are on four nodes; 0, 2, 4, 6 on two."""
+    assert collective("allgather_", 4, stride=4) == pytest.approx(0.75 / 0.1 + 9e-6)
+    assert collective("allgather_", 4, stride=2) == pytest.approx(0.75 / 0.2 + 9e-6)
+    assert collective("allgather_", 2, stride=2) == pytest.approx(0.5 / 1 + 3e-6)
+    assert collective("alltoall_", 4, stride=4) == pytest.approx(0.75 / 0.1 + 9e-6)
+    assert collective("alltoall_", 4, stride=2) == pytest.approx(0.5 / 0.1 + 9e-6)
+    assert collective("send", 2, stride=8) == pytest.approx(10 + 3e-6)
 
 
 def test_functional_collectives_are_the_same_ones() -> None:

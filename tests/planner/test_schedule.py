@@ -137,8 +137,11 @@ def test_zero_bubble_is_shorter_than_one_forward_one_backward() -> None:
 
 def test_a_transfer_delays_the_next_stage_only() -> None:
     pipeline = pipeline_of("gpipe", 2, 1, 1)
-    assert replay(pipeline, lambda stage, action: 1.0, transfer=0.5).seconds == 5.0
-    assert replay(pipeline_of("gpipe", 1, 1, 1), lambda stage, action: 1.0, transfer=0.5).seconds == 2.0
+    assert replay(pipeline, lambda stage, action: 1.0, transfer=lambda source, stage: 0.5).seconds == 5.0
+    assert (
+        replay(pipeline_of("gpipe", 1, 1, 1), lambda stage, action: 1.0, transfer=lambda source, stage: 0.5).seconds
+        == 2.0
+    )
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:

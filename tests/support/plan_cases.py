@@ -10,6 +10,7 @@ from lowtide.planner.plan import Option, Plan, PlannedOperator
 from lowtide.planner.simulation import Moment, Share, Simulation, Span, StageSimulation
 from lowtide.planner.workload import Workload
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
+from lowtide.trace.layout import Layout
 
 __all__ = ["GIB", "MIB", "llama_plan"]
 
@@ -67,7 +68,6 @@ def llama_plan(
         policy=shown,
         simulation=mine,
         bound=mine.seconds / 1.0042,
-        gap=0.0042,
         feasible=feasible,
         least=full.reserved,
         options=(
@@ -93,7 +93,7 @@ def llama_plan(
         workload=Workload(
             samples=1,
             tokens=8192,
-            layout={"replicate": 1, "shard": 8, "tensor": 2, "expert": 1, "pipeline": stages},
+            layout=Layout(shard=8, tensor=2, pipeline=stages),
             dtype="float32",
             compute_dtype="bfloat16",
             optimizer="AdamW",

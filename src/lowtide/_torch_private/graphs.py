@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from lowtide._torch_private.needed import needed_for
 
 if TYPE_CHECKING:

@@ -193,7 +193,7 @@ class StepProfiler:
             model=self.model,
             optimizers=self.optimizers,
             name=name or type(self.model).__name__,
-            layout={},
+            layout=None,
             batch={"samples": samples, "tokens": tokens} if samples else {},
         )
         return replace(trace, notes=(*trace.notes, *(() if alike else (_NOT_ALIKE,))))

@@ -68,7 +68,7 @@ def calibrate(
     from rich.progress import Progress
 
     from lowtide.cli.console import make_console
-    from lowtide.cli.traced import Layout, trace_of
+    from lowtide.cli.traced import LayoutOptions, trace_of
     from lowtide.cost.calibrate import calibrate as measure
     from lowtide.cost.devices import find_device
     from lowtide.cost.imagined import device_kernels
@@ -91,7 +91,7 @@ def calibrate(
             def show(what: str, done: int, total: int) -> None:
                 progress.update(task, description=what, completed=done, total=total)
 
-            layout = Layout(sequence=sequence, samples=samples)
+            layout = LayoutOptions(sequence=sequence, samples=samples)
             with device_kernels("cpu" if where.type == "cpu" else "other"):
                 kernels = kernels_of(trace_of(source, layout).trace) if source is not None else []
             found = measure(where, kernels, like=base, seconds=seconds, progress=show)

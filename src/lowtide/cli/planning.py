@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from lowtide.cli.traced import Layout, Traced, Training
+    from lowtide.cli.traced import LayoutOptions, Traced, Training
     from lowtide.cost.device import Device
     from lowtide.planner.plan import Option, Plan
     from lowtide.trace.optimizers import OptimizerName
@@ -145,11 +145,11 @@ class Inputs(NamedTuple):
     ] = False
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> LayoutOptions:
         """How the model is sharded."""
-        from lowtide.cli.traced import Layout
+        from lowtide.cli.traced import LayoutOptions
 
-        return Layout(
+        return LayoutOptions(
             data=self.data,
             tensor=self.tensor,
             pipeline=self.pipeline,

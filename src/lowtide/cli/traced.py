@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from lowtide.trace.trace import Trace
     from lowtide.train.run import DataType, Degrees, Precision
 
-__all__ = ["Layout", "Traced", "Training", "prepare", "trace_of"]
+__all__ = ["LayoutOptions", "Traced", "Training", "prepare", "trace_of"]
 
 SEQUENCE = 4096
 """Tokens of a sample unless given."""
 Progress: TypeAlias = Callable[[str], None]
 
 
-class Layout(NamedTuple):
+class LayoutOptions(NamedTuple):
     """The options that say how a model is sharded; None where the command line does not say."""
 
     data: int | None = None
@@ -73,7 +73,7 @@ class Traced(NamedTuple):
     """What the file asks for itself; None if it is no training file."""
 
 
-def prepare(source: str, layout: Layout, training: Training) -> Callable[[Progress], Traced]:
+def prepare(source: str, layout: LayoutOptions, training: Training) -> Callable[[Progress], Traced]:
     """Read what ``source`` names, and return what traces it.
 
     That is a Trace's file, a training file, a built-in shape, a directory of transformers with a ``config.json``, or
@@ -90,12 +90,12 @@ def prepare(source: str, layout: Layout, training: Training) -> Callable[[Progre
     return _shape(source, layout, training)
 
 
-def trace_of(source: str, layout: Layout, progress: Progress = lambda _: None) -> Traced:
+def trace_of(source: str, layout: LayoutOptions, progress: Progress = lambda _: None) -> Traced:
     """Trace what ``source`` names, trained as :class:`Training` has it where nothing is said."""
     return prepare(source, layout, Training())(progress)
 
 
-def _trace_file(path: Path, layout: Layout, training: Training) -> Callable[[Progress], Traced]:
+def _trace_file(path: Path, layout: LayoutOptions, training: Training) -> Callable[[Progress], Traced]:
     from lowtide.trace.trace import Trace
 
     if not path.is_file():
@@ -104,9 +104,9 @@ def _trace_file(path: Path, layout: Layout, training: Training) -> Callable[[Pro
     known = trace.layout
     samples, tokens = trace.batch.get("samples"), trace.batch.get("tokens")
     rows: tuple[tuple[str, object, object], ...] = (
-        ("--dp", layout.data, known and known.get("replicate", 1) * known.get("shard", 1)),
-        ("--tp", layout.tensor, known.get("tensor")),
-        ("--ep", layout.expert, known.get("expert")),
+        ("--dp", layout.data, known and known.data),
+        ("--tp", layout.tensor, known and known.tensor),
+        ("--ep", layout.expert, known and known.expert),
         ("--micro-batch-size", layout.samples, samples),
         ("--seq", layout.sequence, tokens // samples if samples and tokens else None),
         ("--dtype", training.dtype, trace.dtype),
@@ -122,7 +122,7 @@ def _trace_file(path: Path, layout: Layout, training: Training) -> Callable[[Pro
     return lambda _: _traced(trace, _pipeline(len(trace.layers), layout, trace.pipeline))
 
 
-def _shape(source: str, layout: Layout, training: Training) -> Callable[[Progress], Traced]:
+def _shape(source: str, layout: LayoutOptions, training: Training) -> Callable[[Progress], Traced]:
     from lowtide.models.known import find_shape
     from lowtide.train.run import Degrees
 
@@ -194,7 +194,7 @@ def _rank(
     return trace
 
 
-def _training_file(source: str, layout: Layout, training: Training) -> Callable[[Progress], Traced]:
+def _training_file(source: str, layout: LayoutOptions, training: Training) -> Callable[[Progress], Traced]:
     from dataclasses import replace
 
     from lowtide.config.check import check_file
@@ -236,7 +236,7 @@ def _training_file(source: str, layout: Layout, training: Training) -> Callable[
     return traced
 
 
-def _model(source: str, layout: Layout, training: Training) -> Callable[[Progress], Traced]:
+def _model(source: str, layout: LayoutOptions, training: Training) -> Callable[[Progress], Traced]:
     if (layout.tensor or 1) > 1 or (layout.expert or 1) > 1 or (layout.data or 1) > 1:
         raise ModelError(
             f"{source} is planned for one rank: lowtide knows how to shard its own models, such as llama3-8b,"
@@ -278,13 +278,14 @@ def _check_model(source: str) -> None:
         )
 
 
-def _trace_model(source: str, layout: Layout, training: Training, progress: Progress) -> Trace:
+def _trace_model(source: str, layout: LayoutOptions, training: Training, progress: Progress) -> Trace:
     import torch
 
     from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
     from lowtide.operators.adapters import add_lora
     from lowtide.operators.load import does_not_run, load_model, one_sequence_each
     from lowtide.trace.capture import capture
+    from lowtide.trace.layout import Layout
     from lowtide.trace.optimizers import make_optimizer
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
@@ -311,7 +312,7 @@ def _trace_model(source: str, layout: Layout, training: Training, progress: Prog
                 optimizer=make_optimizer(training.optimizer or "adamw", trained),
                 layers=training.layers,
                 name=Path(source).name,
-                layout={"replicate": 1, "shard": 1, "tensor": 1, "expert": 1},
+                layout=Layout(),
                 notes=assumed,
                 progress=progress,
             )
@@ -354,7 +355,7 @@ def _objective(loaded: LoadedModel, assumed: list[str]) -> Tensor:
     return logits.float().sum()
 
 
-def _pipeline(layers: int, layout: Layout, known: Pipeline | None) -> Pipeline:
+def _pipeline(layers: int, layout: LayoutOptions, known: Pipeline | None) -> Pipeline:
     """The stages that are asked for, or else those that a Trace remembers; checked."""
     from dataclasses import replace
 

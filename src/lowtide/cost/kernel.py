@@ -57,6 +57,10 @@ class KernelWork(Protocol):
         """For a collective, the bytes of a rank's full buffer."""
 
     @property
+    def stride(self) -> int:
+        """For a collective, how far apart neighbouring ranks of its group are."""
+
+    @property
     def seconds(self) -> float | None:
         """How long it took, if it was measured."""
 
@@ -125,9 +129,12 @@ def _collective_seconds(device: Device, kernel: KernelWork) -> float:
 
     [Note: collectives]
     Of ``n`` ranks each sends, and gets, ``(n - 1) / n`` of the full buffer in a ring's ``n - 1`` steps; an all-reduce
-    is a reduce-scatter and an all-gather. A broadcast or a reduction to one passes the whole buffer along. Ranks of one
-    node use its interconnect. A larger group is taken to fill its nodes: a ring then enters and leaves a node once for
-    each of its network ports, all of them at work, and cannot be faster than the interconnect inside. In an all-to-all
+    is a reduce-scatter and an all-gather. A broadcast or a reduction to one passes the whole buffer along.
+
+    A node has ``devices_per_node`` ranks with neighbouring numbers, and of a group whose ranks are ``stride`` apart so
+    many fewer. Ranks of one node use its interconnect. A ring over several nodes enters and leaves a node once for
+    each of the group's ranks there, whose network ports are all at work, and cannot be faster than the interconnect
+    inside; the node's other ports serve its other groups, which do the same at the same time. In an all-to-all
     each rank sends to the others' nodes through its own port, while the rest stays inside. A send is one step.
     """
     ranks, size = kernel.ranks, kernel.message
@@ -135,15 +142,17 @@ def _collective_seconds(device: Device, kernel: KernelWork) -> float:
         return device.kernel_latency
     share = device.efficiency.get("collective", 1.0)
     inside, port = device.interconnect * share, device.network * share
-    spread = ranks > device.devices_per_node
+    together = min(ranks, max(1, device.devices_per_node // kernel.stride))
+    """How many of the group are in one node."""
+    spread = together < ranks
     name = kernel.kind.partition("::")[2].replace("_", "")
     if "alltoall" in name:
-        outside = (ranks - device.devices_per_node) / ranks * size / port if spread else 0.0
-        within = (min(ranks, device.devices_per_node) - 1) / ranks * size / inside
+        outside = (ranks - together) / ranks * size / port
+        within = (together - 1) / ranks * size / inside
         return (ranks - 1) * device.collective_latency + max(outside, within)
     if name.startswith(("send", "recv")):
         return device.collective_latency + size / (port if spread else inside)
-    rate = min(inside, port * device.devices_per_node) if spread else inside
+    rate = min(inside, port * together) if spread else inside
     steps, factor = ranks - 1, (ranks - 1) / ranks
     if "allreduce" in name:
         steps, factor = 2 * steps, 2 * factor

@@ -13,6 +13,7 @@ from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.errors import PlanError
 from lowtide.planner.allocator import LimitError
+from lowtide.planner.bound import least_seconds
 from lowtide.planner.expand import expand
 from lowtide.planner.linear_program import GAP, load_solver
 from lowtide.planner.pipeline import Pipeline, even_pipeline
@@ -25,7 +26,7 @@ from lowtide.planner.schedule import Action, replay
 from lowtide.planner.simple import simple_policies
 from lowtide.planner.simulate import Known, simulate
 from lowtide.planner.simulation import Simulation, StageSimulation
-from lowtide.planner.solve import StageSolution, relaxed_seconds, solve_stage
+from lowtide.planner.solve import StageSolution, relaxed_seconds
 from lowtide.planner.workload import workload_of
 from lowtide.planner.yaml_form import YamlForm, yaml_form
 from lowtide.policy import Policy, resolve
@@ -107,19 +108,20 @@ def make_plan(
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
     kept = options[0]
-    found, solve_seconds = _Found([], kept.simulation.seconds, None, []), 0.0  # nothing is faster than to do nothing
+    found, solve_seconds, bound = _Found([], None, []), 0.0, kept.simulation.seconds
     if not kept.fits or fixed is not None:
         load_solver()
         begin, search.simulating = time.perf_counter(), 0.0
         found = search.fit(kept.simulation, swap=swap, recompute=recompute)
         solve_seconds = time.perf_counter() - begin - search.simulating
+        bound = search.bound(kept, seconds, swap=swap, recompute=recompute)
     options += found.options
     if pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
         progress("polishing")
         costs = [layer_cost(part, seconds) for part in trace.parts]
         options += search.polished(options, costs, options[0].simulation, swap=swap)
     progress("simulating the plan")
-    return search.plan(found, options, solve_seconds)
+    return search.plan(found, options, bound, solve_seconds)
 
 
 class _Seconds:
@@ -140,8 +142,6 @@ class _Found(NamedTuple):
     """What the solver and the simulator agreed on."""
 
     options: list[Option]
-    bound: float
-    """Seconds of a step: see the note that the plan gives."""
     least: Policy | None
     """What takes least memory of all that was simulated, stage by stage."""
     least_reserved: list[int]
@@ -211,7 +211,7 @@ class _Search:
         return [self.option(one.name, one.policy, one.how) for one in policies]
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
-        """The plans with and without swap, and a bound."""
+        """The plans with and without swap."""
         self.swap, self.recompute = swap, recompute
         both = "swap and recompute" if recompute else "swap some operators"
         candidates = [(both, True, share) for share in LINK_SHARES if swap]
@@ -220,7 +220,7 @@ class _Search:
         if recompute and not (self.many and swap):
             candidates.insert(0, ("recompute some operators", False, 1.0))
         if not candidates:
-            return _Found([], kept.seconds, None, [])
+            return _Found([], None, [])
         fitted = []
         for _, with_swap, share in candidates:
             self.offset, self.slowest = None, 0.0
@@ -238,12 +238,14 @@ class _Search:
         if all(mixed != one.policy for one in options.values()):
             options["swap where it pays"] = self.option("swap where it pays", mixed, HOW)
         least = [min((one.least for one in found), key=_reserved) for found in zip(*fitted, strict=True)]
-        seconds = [
-            self._least_seconds(problem, one, swap=swap, recompute=recompute)
-            for problem, one in zip(self.problems, best, strict=True)
-        ]
-        reserved = max(map(_reserved, least))
-        return _Found(list(options.values()), self._longer(kept, seconds), self._policy(least), [reserved])
+        return _Found(list(options.values()), self._policy(least), [max(map(_reserved, least))])
+
+    def bound(self, kept: Option, seconds: Callable[[Kernel], float], *, swap: bool, recompute: bool) -> float:
+        """No Policy within the budget is faster: see [Note: why it is a bound] in :mod:`lowtide.planner.bound`."""
+        detailed = self._details(kept, *(("reserved", "busy") if self.many else ()))
+        return least_seconds(
+            self.trace, self.pipeline, self.device, detailed, self.budget, seconds, swap=swap, recompute=recompute
+        )
 
     def _fit(
         self,
@@ -280,15 +282,6 @@ class _Search:
         self.slowest = max(self.slowest, one.simulated.seconds)
         self.offset = one.simulated.reserved - one.solution.memory
         return found
-
-    def _least_seconds(self, problem: StageProblem, found: Fitted, *, swap: bool, recompute: bool) -> float:
-        """No counts within what the simulator found too large take less time, by the model."""
-        # A budget that the model takes to be too small for anything says no more than the least that it allows.
-        most = max(found.ceiling, found.least.solution.memory)
-        if self.many:
-            return relaxed_seconds(problem, most, swap=swap, recompute=recompute) or problem.seconds
-        solution = solve_stage(problem, most, swap=swap, recompute=recompute)
-        return solution.bound if solution is not None else problem.seconds
 
     def polished(
         self, options: Sequence[Option], costs: Sequence[LayerCost], kept: Simulation, *, swap: bool
@@ -332,7 +325,7 @@ class _Search:
         seconds = one.simulated.seconds
         return one.simulated.stall > STALL_OF_MANY * seconds and seconds > FASTER * self.slowest
 
-    def plan(self, found: _Found, options: list[Option], solve_seconds: float) -> Plan:
+    def plan(self, found: _Found, options: list[Option], bound: float, solve_seconds: float) -> Plan:
         """The fastest option that fits, and everything around it."""
         fitting = [one for one in options if one.fits]
         smallest: list[Option] = []
@@ -343,9 +336,8 @@ class _Search:
         candidates = fitting or [*options, *smallest]
         least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
         chosen = min(candidates, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
-        simulation = self._details(chosen)
+        simulation = self._details(chosen, "reserved")
         written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
-        bound = min(found.bound, simulation.seconds) if feasible else simulation.seconds
         return Plan(
             model=self.trace.model,
             device=self.device.name,
@@ -353,8 +345,7 @@ class _Search:
             pipeline=self.pipeline,
             policy=chosen.policy,
             simulation=simulation,
-            bound=bound,
-            gap=simulation.seconds / bound - 1,
+            bound=bound if feasible else None,
             feasible=feasible,
             least=least,
             options=tuple(options),
@@ -366,14 +357,14 @@ class _Search:
             workload=workload_of(self.trace, self.device, self.pipeline),
         )
 
-    def _details(self, chosen: Option) -> Simulation:
-        """What the plan does in full; of many stages, the one that needs most memory."""
+    def _details(self, chosen: Option, *most: str) -> Simulation:
+        """What an option does in full; of many stages, in those with the most of ``most``."""
         if not self.many:
             return self.simulate(chosen.policy, details=True)
         stages = list(chosen.simulation.stages)
-        worst = max(range(len(stages)), key=lambda stage: stages[stage].reserved)
-        detailed = self.simulate(chosen.policy, stages=[worst], details=True).stages[0]
-        stages[worst] = replace(detailed, seconds=stages[worst].seconds)
+        for worst in {max(range(len(stages)), key=lambda one: getattr(stages[one], name)) for name in most}:
+            detailed = self.simulate(chosen.policy, stages=[worst], details=True).stages[0]
+            stages[worst] = replace(detailed, seconds=stages[worst].seconds)
         return replace(chosen.simulation, stages=tuple(stages))
 
     def _policy(self, tries: Sequence[Try]) -> Policy:
@@ -445,8 +436,8 @@ class _Search:
                 " the head and the loss need; lowtide.models.chunked_cross_entropy computes both in pieces"
             )
         notes.append(
-            "how much faster another Policy could be is the solver's bound, by its own model of bytes and seconds, for"
-            " these layers in these stages; the simulator's memory is finer than that model"
+            "no Policy that fits can be faster than the bound, as the simulator counts bytes and seconds, for these"
+            " layers in these stages; the fastest that there is may be slower than that"
         )
         return tuple(dict.fromkeys(notes))
 

@@ -51,10 +51,8 @@ class Plan:
     pipeline: Pipeline
     policy: Policy
     simulation: Simulation
-    bound: float
-    """No Policy that fits can be faster, by the solver's model: seconds of a step."""
-    gap: float
-    """How much slower the simulated plan is than the bound, as a share of it."""
+    bound: float | None = None
+    """No Policy that fits can be faster, as the simulator counts: seconds of a step. None where nothing fits."""
     feasible: bool = True
     """Whether it fits. If not, ``policy`` is the one that needs least."""
     least: int = 0
@@ -87,6 +85,11 @@ class Plan:
     def bounded(self) -> bool:
         """Whether there is a budget."""
         return self.budget < UNBOUNDED
+
+    @property
+    def gap(self) -> float | None:
+        """How much slower the simulated plan is than the bound, as a share of it; None where there is no bound."""
+        return self.simulation.seconds / self.bound - 1 if self.bound else None
 
     @property
     def tokens_per_second(self) -> float | None:

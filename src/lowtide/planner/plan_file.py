@@ -73,7 +73,6 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
             feasible=value["feasible"],
             least=value["least"],
             bound=value["bound"],
-            gap=value["gap"],
             solve_seconds=value["solve_seconds"],
             pipeline=Pipeline.from_json(value["pipeline"]),
             workload=Workload.from_json(value.get("workload", {})),

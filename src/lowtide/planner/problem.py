@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.schedule import Action, actions, position
 from lowtide.policy import Decision, Keep, Recompute, Resolution, Swap
+from lowtide.trace.layout import Layout
 from lowtide.trace.trace import Event, Kernel, Part, Trace
 
 __all__ = [
@@ -395,7 +395,7 @@ def _between(one: Case, first: Case, second: Case) -> bool:
 def _host_shares(trace: Trace, device: Device, pipeline: Pipeline, host_memory: int | None) -> tuple[int, ...]:
     """Each rank's share of its node's memory: its ranks share it equally, half is left to everything else."""
     total = device.host_memory if host_memory is None else host_memory
-    ranks = pipeline.stages * prod(count for name, count in trace.layout.items() if name != "expert")
+    ranks = pipeline.stages * (trace.layout or Layout()).stage
     share = total if host_memory is not None else total // 2
     return (share // max(1, min(ranks, device.devices_per_node)),) * pipeline.stages
 

@@ -32,6 +32,10 @@ class Action(NamedTuple):
     micro_batch: int
 
 
+Transfer: TypeAlias = Callable[[int, int], float]
+"""The seconds from one stage to another."""
+
+
 class Replay(NamedTuple):
     """How long a step takes."""
 
@@ -99,13 +103,13 @@ def in_flight(schedule: Sequence[Sequence[Action]]) -> tuple[tuple[int, ...], ..
 def replay(
     pipeline: Pipeline,
     seconds: Callable[[int, Action], float],
-    transfer: float = 0.0,
+    transfer: Transfer = lambda source, stage: 0.0,
     begin: Callable[[int, float], None] | None = None,
 ) -> Replay:
     """The step's time when each action of a stage takes ``seconds(stage, action)``.
 
-    ``transfer`` is the time to send a boundary from stage to stage. The stage does not wait while it sends. ``begin``
-    is called, before ``seconds`` is, with the stage that begins an action and the time.
+    ``transfer(source, stage)`` is the time to send a boundary from a stage to another. The stage does not wait while it
+    sends. ``begin`` is called, before ``seconds`` is, with the stage that begins an action and the time.
     """
     schedule = actions(pipeline)
     last = max(1, pipeline.stages) * pipeline.chunks - 1
@@ -124,7 +128,7 @@ def replay(
                 if needs is not None and needs not in ended:
                     break
                 ready, source = ended[needs] if needs is not None else (0.0, stage)
-                start = max(clock[stage], ready + (transfer if source != stage else 0.0))
+                start = max(clock[stage], ready + (transfer(source, stage) if source != stage else 0.0))
                 if begin is not None:
                     begin(stage, start)
                 took = seconds(stage, action)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 from lowtide.planner.boundaries import boundary_bytes
 from lowtide.planner.pipeline import Pipeline
-from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, actions, replay
+from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, Transfer, actions, replay
 from lowtide.planner.simulation import Simulation, StageSimulation
 from lowtide.planner.stage import Decided, Stage
 from lowtide.policy import (
@@ -33,6 +33,7 @@ from lowtide.policy import (
 )
 from lowtide.policy.collectives import joined, with_collectives
 from lowtide.policy.policy import YAML_KEYS
+from lowtide.trace.layout import Layout
 from lowtide.trace.trace import Part, Trace
 
 __all__ = ["Known", "Played", "shortened", "simulate"]
@@ -70,7 +71,7 @@ def simulate(
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
     make = partial(Stage, trace, layers, device, pipeline, limit=limit)
     short = shortened(pipeline)
-    transfer = _transfer_seconds(trace, device, pipeline)
+    transfer = _transfers(trace, device)
     if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
         together = {stage: make(stage, details=details) for stage in wanted}
         step = _together(together, pipeline, transfer)
@@ -145,7 +146,7 @@ def _alone(seconds: Mapping[int, _Seconds], pipeline: Pipeline) -> Replay:
     return Replay(max(ends), tuple(ends), 0.0)
 
 
-def _together(stages: Mapping[int, Stage], pipeline: Pipeline, transfer: float) -> Replay:
+def _together(stages: Mapping[int, Stage], pipeline: Pipeline, transfer: Transfer) -> Replay:
     """Replay all stages side by side, each action when what it waits for is there.
 
     So a copy goes on while its stage waits for another.
@@ -258,9 +259,14 @@ def _whole_step(result: StageSimulation, optimizer: float, more: float) -> Stage
     )
 
 
-def _transfer_seconds(trace: Trace, device: Device, pipeline: Pipeline) -> float:
-    """How long a boundary takes from one stage to the next, whose device may be on another node."""
+def _transfers(trace: Trace, device: Device) -> Transfer:
+    """How long a boundary takes from a stage to another, whose devices may be on other nodes."""
     size = max((boundary_bytes(trace.parts[place], "input") for place in trace.layers), default=0)
-    inside = trace.layout.get("tp", 1) * trace.layout.get("dp", 1) * pipeline.stages <= device.devices_per_node
-    rate = device.interconnect if inside else device.network
-    return device.collective_latency + size / (rate * device.efficiency.get("collective", 1.0))
+    layout, share = trace.layout or Layout(), device.efficiency.get("collective", 1.0)
+
+    @cache
+    def transfer(source: int, stage: int) -> float:
+        outside = layout.crosses_nodes(source, stage, device.devices_per_node)
+        return device.collective_latency + size / (share * (device.network if outside else device.interconnect))
+
+    return transfer

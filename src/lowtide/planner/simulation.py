@@ -65,6 +65,8 @@ class StageSimulation:
     """Seconds that compute waited for copies."""
     recompute: float = 0.0
     """Seconds of recompute."""
+    optimizer: float = 0.0
+    """Seconds of the optimizer's step."""
     moved: int = 0
     """Bytes copied out in a step."""
     host_peak: int = 0

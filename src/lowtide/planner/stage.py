@@ -115,6 +115,7 @@ class Stage:
             busy=rank.lanes.busy,
             stall=rank.lanes.stall,
             recompute=rank.recompute,
+            optimizer=self.optimizer_seconds,
             moved=swapping.moved,
             host_peak=swapping.host_peak,
             in_flight=self.most,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from math import prod
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lowtide.cost.device import Device
 from lowtide.cost.kernels import ATTENTION
 from lowtide.planner.pipeline import Pipeline
+from lowtide.trace.layout import Layout
 from lowtide.trace.trace import Kernel, Trace
 
 __all__ = ["Workload", "workload_of"]
@@ -23,8 +23,8 @@ class Workload:
     """Samples of a micro-batch, of each data-parallel rank."""
     tokens: int = 0
     """Tokens of a micro-batch."""
-    layout: Mapping[str, int] = field(default_factory=dict)
-    """Ranks: ``replicate``, ``shard``, ``tensor``, ``expert`` and ``pipeline``; empty where only one rank is known."""
+    layout: Layout | None = None
+    """All ranks, pipeline stages included; None where only one rank is known."""
     dtype: str = ""
     """What most parameters are stored in."""
     compute_dtype: str = ""
@@ -44,22 +44,23 @@ class Workload:
     @property
     def data(self) -> int:
         """Data-parallel ranks."""
-        return self.layout.get("replicate", 1) * self.layout.get("shard", 1)
+        return self.layout.data if self.layout is not None else 1
 
     @property
     def devices(self) -> int:
         """All devices of the run; 0 where it is not known."""
-        return prod((self.data, self.layout.get("tensor", 1), self.layout.get("pipeline", 1))) if self.layout else 0
+        return self.layout.world if self.layout is not None else 0
 
     def as_json(self) -> dict[str, Any]:
         """The fields, and what follows from them, as plain JSON values."""
-        return {**asdict(self), "sequence": self.sequence, "devices": self.devices}
+        layout = self.layout.as_json() if self.layout is not None else {}
+        return {**asdict(self), "layout": layout, "sequence": self.sequence, "devices": self.devices}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Workload:
         """The reverse of :meth:`as_json`."""
-        follows = ("sequence", "devices")
-        return Workload(**{name: one for name, one in value.items() if name not in follows})
+        given = {name: one for name, one in value.items() if name not in ("sequence", "devices")}
+        return Workload(**{**given, "layout": Layout.from_json(value.get("layout", {}))})
 
 
 def workload_of(trace: Trace, device: Device, pipeline: Pipeline) -> Workload:
@@ -74,7 +75,7 @@ def workload_of(trace: Trace, device: Device, pipeline: Pipeline) -> Workload:
     return Workload(
         samples=trace.batch.get("samples", 0),
         tokens=trace.batch.get("tokens", 0),
-        layout={**trace.layout, "pipeline": stages} if trace.layout else {},
+        layout=replace(trace.layout, pipeline=stages) if trace.layout is not None else None,
         dtype=trace.dtype,
         compute_dtype=compute if by_dtype.get(compute) else "",
         optimizer=trace.optimizer_name,

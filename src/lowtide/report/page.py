@@ -256,10 +256,10 @@ def _honesty(plan: Plan | None, run: Run | None) -> str:
     notes: list[str] = []
     if plan is not None:
         lines += list(_errors(plan, run))
-        if plan.feasible:
+        if plan.bound is not None and plan.gap is not None:
             lines.append(
-                f"By the solver's model no policy that fits takes less than {format_seconds(plan.bound)} a step;"
-                f" the plan is {max(plan.gap, 0):.2%} above that. The solver took {format_seconds(plan.solve_seconds)}."
+                f"As the simulator counts, no policy that fits takes less than {format_seconds(plan.bound)} a step;"
+                f" the plan is {plan.gap:.2%} above that. The solver took {format_seconds(plan.solve_seconds)}."
             )
         notes += [*plan.notes, *plan.simulation.notes]
     elif run is not None:

@@ -46,7 +46,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print("no stalls: what is swapped is reloaded before it is needed", soft_wrap=True)
     if plan.feasible:
         console.print(
-            f"no policy that fits can be more than {_gap(plan)} faster, by the solver's model", soft_wrap=True
+            f"no policy that fits can be more than {_gap(plan)} faster, as the simulator counts", soft_wrap=True
         )
     _print_notes(plan, console)
 
@@ -221,7 +221,7 @@ def _print_advice(plan: Plan, console: Console) -> None:
 
 
 def _gap(plan: Plan) -> str:
-    return f"{max(plan.gap, 0.0):.2%}"
+    return f"{plan.gap:.2%}" if plan.gap is not None else "unknown"
 
 
 def _print_notes(plan: Plan, console: Console) -> None:

@@ -46,7 +46,7 @@ def key_figures(plan: Plan) -> str:
             format_bytes(plan.simulation.reserved),
             f"{format_bytes(abs(spare))} {'under' if spare >= 0 else 'over'} the budget" if plan.bounded else "",
         ),
-        ("Step", format_seconds(step), f"at most {max(plan.gap, 0):.2%} from the best" if plan.feasible else ""),
+        ("Step", format_seconds(step), f"at most {plan.gap:.2%} from the best" if plan.gap is not None else ""),
         ("Recompute", format_seconds(again) if again else "none", f"{_share(again, step)} of the step{most}"),
     ]
     if plan.tokens_per_second is not None:

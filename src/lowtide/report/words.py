@@ -77,10 +77,12 @@ def layout(plan: Plan) -> str:
     pipeline, work = plan.pipeline, plan.workload
     parts = [f"{work.devices} x {plan.device}" if work.devices else plan.device]
     if work.data > 1:
-        sharded = work.layout.get("shard", 1)
+        sharded = work.layout.shard if work.layout is not None else 1
         how = "replicated" if sharded == 1 else "sharded" if sharded == work.data else f"sharded by {sharded}"
         parts.append(f"dp {work.data} {how}")
-    parts += [f"{name} {work.layout[key]}" for name, key in _DEGREES if work.layout.get(key, 1) > 1]
+    if work.layout is not None:
+        degrees = (("tp", work.layout.tensor), ("ep", work.layout.expert))
+        parts += [f"{name} {degree}" for name, degree in degrees if degree > 1]
     if pipeline.stages > 1:
         chunks = f" x {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         parts.append(f"pp {pipeline.stages}{chunks}, {pipeline.schedule.replace('_', ' ')}")
@@ -95,9 +97,6 @@ def layout(plan: Plan) -> str:
     if work.dtype:
         parts.append(work.optimizer or "no optimizer")
     return ", ".join(parts)
-
-
-_DEGREES = (("tp", "tensor"), ("ep", "expert"))
 
 
 def speed(plan: Plan) -> str:

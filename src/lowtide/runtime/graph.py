@@ -198,7 +198,7 @@ _NAME = "lowtide"
 
 
 _TRACED_NAMES = ("is_dynamo_compiling", "call_while_traced", "mark_begin", "mark_end")
-"""What a traceable function reads of this module, and nobody else changes: a guard of each would be checked in every
+"""What a traceable function reads of this module, and no other code changes: a guard of each would be checked in every
 call."""
 
 

@@ -17,6 +17,7 @@ from lowtide.operators.calls import tensors_of
 from lowtide.operators.families import aliases_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.survey import Survey
+from lowtide.trace.layout import Layout
 from lowtide.trace.recorder import Place, Recorder
 from lowtide.trace.trace import Call, Event, Kernel, Pack, Part, Static, Trace, TracedOperator, Value
 
@@ -32,7 +33,7 @@ def assemble(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     name: str,
-    layout: Mapping[str, int],
+    layout: Layout | None,
     batch: Mapping[str, int],
 ) -> Trace:
     """The Trace of a recording; ``forward`` and ``backward`` are one, or two runs that did the same."""
@@ -227,10 +228,11 @@ class _Cut:
             one.shape,
             numbers.local(one.reads),
             numbers.local(one.writes),
-            one.ranks,
-            one.message,
+            one.sent.ranks,
+            one.sent.message,
             # What events around a collective show is not how long it takes: it runs on a stream of its own.
-            self.seconds[number] if self.seconds is not None and not one.ranks else None,
+            self.seconds[number] if self.seconds is not None and not one.sent.ranks else None,
+            one.sent.stride,
         )
 
     def _calls(self, numbers: _Numbers, kind: LayerKind) -> tuple[Call, ...]:

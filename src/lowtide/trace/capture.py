@@ -24,6 +24,7 @@ from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
 from lowtide.trace.in_place import change_in_place
+from lowtide.trace.layout import Layout
 from lowtide.trace.loss import loss_of
 from lowtide.trace.places import device_of, places
 from lowtide.trace.recorder import Recorder, imagined
@@ -40,7 +41,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     layers: str | None = None,
     name: str = "",
-    layout: Mapping[str, int] | None = None,
+    layout: Layout | None = None,
     batch: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
     rounds: int = 1,
@@ -92,7 +93,7 @@ def capture(
         model=model,
         optimizers=[optimizer] if optimizer is not None else [],
         name=name or type(model).__name__,
-        layout=dict(layout or {}),
+        layout=layout,
         batch=dict(given if batch is None else batch),
     )
     stacks = uncovered_notes(found.layers, other_stacks(model, found.layers), trace)

@@ -50,7 +50,7 @@ from lowtide.operators.saved import PackHook, Saved, kept_apart
 from lowtide.operators.wrappers import take_back
 from lowtide.trace.clock import Clock
 from lowtide.trace.trace import Event, What
-from lowtide.trace.traffic import bytes_read, communication, computed_in
+from lowtide.trace.traffic import Communication, bytes_read, communication, computed_in
 
 __all__ = ["Mark", "Occasion", "Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
 
@@ -84,8 +84,7 @@ class RecordedKernel(NamedTuple):
     shape: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    ranks: int
-    message: int
+    sent: Communication
     time: tuple[Any, Any] | None
     """When it began and ended, where that was asked for."""
 
@@ -360,8 +359,8 @@ class Recorder(TorchDispatchMode):
             return result
         for tensor in made:
             self.see(tensor)
-        ranks, message = communication(func, args, kwargs, [*given, *made])
-        if ranks:
+        sent = communication(func, args, kwargs, [*given, *made])
+        if sent.ranks:
             changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
         if schema_of(func).name in _FREE or not (fresh or changed):
@@ -373,11 +372,10 @@ class Recorder(TorchDispatchMode):
             computed_in(given or made),
             kernel_flops(schema_of(func).name, args, kwargs, result),
             sum(map(bytes_read, given)) + sum(map(bytes_read, fresh)),
-            "" if ranks else shape_text(args, kwargs),
+            "" if sent.ranks else shape_text(args, kwargs),
             reads,
             tuple(number for number in writes if number >= 0),
-            ranks,
-            message,
+            sent,
             (begin, end) if self.clock is not None else None,
         )
         adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped

@@ -45,6 +45,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from lowtide.errors import PlanError, TraceError
 from lowtide.planner.pipeline import Pipeline
 from lowtide.policy import Catalogue, Operator
+from lowtide.trace.layout import Layout
 
 __all__ = [
     "Call",
@@ -131,6 +132,8 @@ class Kernel(NamedTuple):
     """For a collective, the bytes of this rank's full buffer: the gathered, reduced or exchanged one."""
     seconds: float | None = None
     """How long it took, if it was measured."""
+    stride: int = 1
+    """For a collective, how far apart neighbouring ranks of its group are: 8 for ranks 0, 8, 16."""
 
 
 class Call(NamedTuple):
@@ -262,8 +265,8 @@ class Trace:
     """What runs after them, the loss included."""
     optimizer: Part = field(default_factory=lambda: Part(name="optimizer"))
     """The optimizer's step, in its ``forward``: what it needs in addition to its states."""
-    layout: Mapping[str, int] = field(default_factory=dict)
-    """The ranks it was traced for: ``replicate``, ``shard``, ``tensor`` and ``expert``; empty where it is not known."""
+    layout: Layout | None = None
+    """The ranks that it was traced for, with one pipeline stage: stages are the planner's. None where not known."""
     pipeline: Pipeline | None = None
     """The stages and micro-batches that a plan of it is for, unless others are asked for; None for one of each."""
     dtype: str = ""
@@ -304,7 +307,7 @@ class Trace:
     def as_json(self) -> dict[str, Any]:
         """The Trace as plain JSON values."""
         value = {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
-        return {"lowtide_trace": FORMAT, **value}
+        return {"lowtide_trace": FORMAT, **value, "layout": self.layout.as_json() if self.layout is not None else {}}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Trace:
@@ -321,7 +324,7 @@ class Trace:
                 before=_part(value["before"]),
                 after=_part(value["after"]),
                 optimizer=_part(value["optimizer"]),
-                layout=dict(value["layout"]),
+                layout=Layout.from_json(value["layout"]),
                 pipeline=_pipeline(value.get("pipeline")),
                 dtype=value.get("dtype", ""),
                 optimizer_name=value.get("optimizer_name", ""),

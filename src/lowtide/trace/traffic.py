@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide._torch_private.collectives import group_named
 from lowtide._torch_private.storages import storage_bytes
+from lowtide.trace.layout import stride_of
 
-__all__ = ["bytes_read", "communication", "computed_in"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Communication", "bytes_read", "communication", "computed_in"]
 
 
 def bytes_read(tensor: Tensor) -> int:
@@ -33,18 +37,30 @@ def computed_in(tensors: list[Tensor]) -> str:
     return str(chosen).removeprefix("torch.")
 
 
-def communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[int, int]:
-    """The ranks of a collective and the bytes of its full buffer; zeros for anything else."""
+class Communication(NamedTuple):
+    """What a collective sends; zeros for anything else."""
+
+    ranks: int = 0
+    """How many take part."""
+    stride: int = 1
+    """How far apart they are."""
+    message: int = 0
+    """The bytes of the full buffer."""
+
+
+def communication(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Communication:
+    """What a kernel sends to other ranks."""
     if func.namespace not in ("c10d", "_c10d_functional", "c10d_functional", "_dtensor"):
-        return 0, 0
-    ranks = 0
+        return Communication()
+    group: ProcessGroup | None = None
     for value in [*args, *kwargs.values()]:
         if isinstance(value, torch.ScriptObject):
             with suppress(RuntimeError, TypeError):  # the reduction is one too
-                ranks = torch.distributed.ProcessGroup.unbox(value).size()
+                group = torch.distributed.ProcessGroup.unbox(value)
         elif isinstance(value, str) and value not in _REDUCTIONS:
-            ranks = group_named(value).size()
-    return ranks or 1, max((bytes_read(tensor) for tensor in tensors), default=0)
+            group = group_named(value)
+    ranks = torch.distributed.get_process_group_ranks(group) if group is not None else [0]
+    return Communication(len(ranks), stride_of(ranks), max((bytes_read(tensor) for tensor in tensors), default=0))
 
 
 _REDUCTIONS = {"sum", "avg", "max", "min", "product"}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from lowtide.adaptive.settings import AdaptSettings, ReadSettings, read_settings
 from lowtide.config.check import Check
 from lowtide.errors import ConfigError
+from lowtide.trace.layout import Layout
 
 if TYPE_CHECKING:
     from lowtide.config.placement import Placement
@@ -26,31 +26,11 @@ _TYPES: dict[str, DataType] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Degrees:
-    """How many ways the work is sharded; the product of the first four is the number of processes."""
+class Degrees(Layout):
+    """How many ways the work of a run is shared."""
 
-    replicate: int = 1
-    """Copies of the whole model (DDP), or of the groups that share it (HSDP)."""
-    shard: int = 1
-    """Ranks that share parameters, gradients and optimizer states (FSDP)."""
-    pipeline: int = 1
-    """Pipeline stages."""
-    tensor: int = 1
-    """Ranks that share each layer's matrices."""
-    expert: int = 1
-    """Ranks, among those that share the data, that share the experts of each layer."""
     sequence_parallel: bool = False
     """Whether tensor parallel also shards the sequence between the matrices."""
-
-    @property
-    def data(self) -> int:
-        """Ranks that each see other samples."""
-        return self.replicate * self.shard
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return prod((self.data, self.pipeline, self.tensor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

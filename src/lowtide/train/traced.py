@@ -22,6 +22,7 @@ from lowtide.models.decoder import Decoder
 from lowtide.models.moe import Plan
 from lowtide.models.shape import DecoderShape
 from lowtide.trace.capture import capture
+from lowtide.trace.layout import Layout
 from lowtide.trace.optimizers import OptimizerName, make_optimizer
 from lowtide.trace.trace import Trace
 from lowtide.train.mesh import make_meshes
@@ -99,12 +100,7 @@ def _captured(model: Decoder, rank: TracedRank, name: str, progress: Callable[[s
         run,
         optimizer=make_optimizer(rank.optimizer, _groups(model)),
         name=name or "decoder",
-        layout={
-            "replicate": degrees.replicate,
-            "shard": degrees.shard,
-            "tensor": degrees.tensor,
-            "expert": degrees.expert,
-        },
+        layout=Layout(replicate=degrees.replicate, shard=degrees.shard, tensor=degrees.tensor, expert=degrees.expert),
         batch={"samples": rank.samples, "tokens": rank.samples * rank.sequence},
         progress=progress,
     )
