@@ -17,7 +17,7 @@ from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.mesh import make_meshes
 from lowtide.train.traced import TracedRank, _groups
-from support.predicted_ranks import _autocast, _built, _step_of
+from support.predicted_ranks import _built, _step_of
 
 __all__ = ["Shown", "measured_trace"]
 
@@ -56,8 +56,7 @@ def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, S
         dist.barrier()
         begin = tide.now()
         with measuring.step() if watched else nullcontext():
-            with _autocast(rank, device):
-                step()
+            step()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     torch.accelerator.synchronize()

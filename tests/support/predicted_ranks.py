@@ -63,8 +63,7 @@ def _measured(rank: TracedRank, policy: Policy) -> int:
     for _ in range(3):
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        with _autocast(rank, device):
-            step()
+        step()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     handle.remove()
@@ -97,7 +96,13 @@ def _step_of(model: Decoder, rank: TracedRank, device: torch.device) -> Callable
     seed = torch.Generator().manual_seed(dist.get_rank() if stages == 1 else 0)
     tokens = torch.randint(rank.shape.vocab_size, size, generator=seed).to(device)
     if stages == 1:
-        return lambda: loss_of(model(tokens), tokens).backward()
+
+        def step() -> None:
+            with _autocast(rank, device):
+                loss = loss_of(model(tokens), tokens)
+            loss.backward()
+
+        return step
     first, last = number == 0, number == stages - 1
     stage = PipelineStage(
         model,
@@ -109,9 +114,15 @@ def _step_of(model: Decoder, rank: TracedRank, device: torch.device) -> Callable
         group=pipeline.get_group(),
     )
     schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
-    if last:
-        return lambda: schedule.step(target=tokens, losses=[], return_outputs=False)
-    return lambda: schedule.step(tokens) if first else schedule.step()
+
+    def pipelined() -> None:
+        with _autocast(rank, device):
+            if last:
+                schedule.step(target=tokens, losses=[], return_outputs=False)
+            else:
+                schedule.step(*([tokens] if first else []))
+
+    return pipelined
 
 
 def _imagined(rank: TracedRank, width: int | None, *, logits: bool = False) -> Tensor:
@@ -127,7 +138,7 @@ def _micro_batches(rank: TracedRank) -> int:
 
 
 def _autocast(rank: TracedRank, device: torch.device) -> torch.autocast:
-    """As the runner has it, around all micro-batches; FSDP has a mixed precision of its own."""
+    """As the runner has it, around a forward or a pipeline's step; FSDP has a mixed precision of its own."""
     precision = rank.precision
     wanted = precision.compute != precision.parameters and rank.degrees.shard == 1
     return torch.autocast(device.type, getattr(torch, precision.compute), enabled=wanted)

@@ -43,6 +43,8 @@ void configure(const py::dict& values) {
   take(values, "host_to_device_bandwidth", machine.host_to_device_bandwidth);
   take(values, "device_to_host_bandwidth", machine.device_to_host_bandwidth);
   take(values, "fabric_bandwidth", machine.fabric_bandwidth);
+  take(values, "network_bandwidth", machine.network_bandwidth);
+  take(values, "devices_per_node", machine.devices_per_node);
   take(values, "launch", machine.launch);
   take(values, "kernel_latency", machine.kernel_latency);
   take(values, "copy_latency", machine.copy_latency);
@@ -79,6 +81,8 @@ py::dict configuration() {
   values["host_to_device_bandwidth"] = machine.host_to_device_bandwidth;
   values["device_to_host_bandwidth"] = machine.device_to_host_bandwidth;
   values["fabric_bandwidth"] = machine.fabric_bandwidth;
+  values["network_bandwidth"] = machine.network_bandwidth;
+  values["devices_per_node"] = machine.devices_per_node;
   values["launch"] = machine.launch;
   values["kernel_latency"] = machine.kernel_latency;
   values["copy_latency"] = machine.copy_latency;
@@ -235,7 +239,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // torch.distributed must have been imported: the base class is registered there.
   m.def("bind_backend", [m] {
     py::class_<TideBackend, c10d::Backend, c10::intrusive_ptr<TideBackend>>(m, "Backend")
-        .def(py::init<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>>());
+        .def(py::init<
+             c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>,
+             std::vector<int64_t>>());
   });
   m.def("kernel_efficiency", &kernel_efficiency);
   m.def("link_efficiency", &link_efficiency);

@@ -31,13 +31,53 @@ Options blocking(Options options) {
 } // namespace
 
 TideBackend::TideBackend(
-    c10::intrusive_ptr<c10d::Backend> data, c10::intrusive_ptr<c10d::Backend> clock)
+    c10::intrusive_ptr<c10d::Backend> data, c10::intrusive_ptr<c10d::Backend> clock,
+    std::vector<int64_t> ranks)
     : c10d::Backend(data->getRank(), data->getSize()),
       data_(std::move(data)),
-      clock_(std::move(clock)) {}
+      clock_(std::move(clock)),
+      ranks_(std::move(ranks)) {
+  TORCH_CHECK(ranks_.size() == static_cast<size_t>(getSize()), "a rank of the world for each of the group");
+}
 
 int64_t TideBackend::share(int64_t bytes) const {
   return bytes * (getSize() - 1) / getSize();
+}
+
+Traffic TideBackend::traffic(const Plan& plan) const {
+  const int64_t devices = Engine::get().machine.devices_per_node;
+  Traffic found{plan.bytes, 0, 1, plan.rounds};
+  if (devices == 0) {
+    return found;
+  }
+  const auto node = [&](int rank) { return ranks_[rank] / devices; };
+  const int peer = std::max(plan.sends_to, plan.receives_from);
+  if (peer >= 0) {
+    if (node(peer) != node(getRank())) {
+      std::swap(found.inside, found.outside);
+    }
+    return found;
+  }
+  std::map<int64_t, int64_t> members;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    ++members[node(rank)];
+  }
+  if (members.size() == 1) {
+    return found;
+  }
+  int64_t fewest = getSize();
+  for (const auto& [where, count] : members) {
+    fewest = std::min(fewest, count);
+  }
+  if (plan.type == c10d::OpType::ALLTOALL_BASE || plan.type == c10d::OpType::ALLTOALL) {
+    const int64_t others = getSize() - 1; // `bytes` is what goes to all of them
+    found.outside = plan.bytes * (getSize() - fewest) / others;
+    found.inside = plan.bytes * (fewest - 1) / others;
+    return found;
+  }
+  found.outside = plan.bytes;
+  found.ports = fewest;
+  return found;
 }
 
 Lane& TideBackend::lane(c10::DeviceIndex device, const Plan& plan) {
@@ -104,6 +144,7 @@ TideBackend::WorkPtr TideBackend::issue(Plan plan) {
   const auto origin = origin_of(plan.name.c_str(), &stream);
   auto work = c10::make_intrusive<TideWork>(getRank(), std::move(plan), where);
   work->clock_backend = clock_;
+  work->traffic = traffic(work->plan);
   {
     Lock lock(engine.mutex);
     StreamState& caller = engine.current_stream(device);

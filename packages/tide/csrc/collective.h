@@ -8,10 +8,15 @@
 // that uses an output before waiting finds old bytes and is reported.
 //
 // Time: each rank says when it was ready; the collective starts when the last one is, or when the
-// one before it in the same group has ended, and takes a time from its bytes and the fabric. All
+// one before it in the same group has ended, and takes a time from its bytes and the wires. All
 // ranks of a group see the same sequence, so all compute the same end. Ready times travel
 // over a gloo group of their own, which leaves tags and order of the data alone. A receive starts when
 // both sides are ready; a send is buffered and does not wait for its receiver.
+//
+// Wires: with `devices_per_node`, ranks of neighbouring numbers share a node. Inside it they use the
+// fabric. A ring over several nodes passes every node's border once for each member there, through
+// as many network ports, and is as slow as the slowest wire. In an all-to-all each rank sends what
+// is for other nodes through its own port.
 //
 // Ends become known when a work is finished, in the order of issue: `Lane` holds what is not
 // finished. Sends and receives with each peer are lanes of their own, since a send may only
@@ -65,8 +70,10 @@ class TideBackend final : public c10d::Backend {
   using Work = c10d::Work;
   using WorkPtr = c10::intrusive_ptr<Work>;
 
-  // `data` carries the tensors, `clock` the ready times.
-  TideBackend(c10::intrusive_ptr<c10d::Backend> data, c10::intrusive_ptr<c10d::Backend> clock);
+  // `data` carries the tensors, `clock` the ready times; `ranks` are the group's in the world.
+  TideBackend(
+      c10::intrusive_ptr<c10d::Backend> data, c10::intrusive_ptr<c10d::Backend> clock,
+      std::vector<int64_t> ranks);
 
   const std::string getBackendName() const override {
     return "tide";
@@ -120,9 +127,11 @@ class TideBackend final : public c10d::Backend {
   Lane& lane(c10::DeviceIndex device, const Plan& plan);
   void finish_overlapping(const Plan& plan);
   int64_t share(int64_t bytes) const; // what a ring moves of it
+  Traffic traffic(const Plan& plan) const;
 
   c10::intrusive_ptr<c10d::Backend> data_;
   c10::intrusive_ptr<c10d::Backend> clock_;
+  std::vector<int64_t> ranks_;
   std::mutex lanes_mutex_;
   std::map<std::pair<int, int>, std::unique_ptr<Lane>> lanes_; // by device and kind
   uint64_t sequence_ = 0;

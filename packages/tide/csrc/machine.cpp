@@ -73,10 +73,13 @@ Nanoseconds copy_duration(const Machine& machine, Link link, int64_t bytes, uint
   return machine.copy_latency + time_for(bytes, rate, efficiency);
 }
 
-Nanoseconds fabric_duration(
-    const Machine& machine, int64_t bytes, int64_t rounds, uint64_t seed) {
-  return machine.fabric_latency * std::max<int64_t>(rounds, 1) +
-      time_for(bytes, machine.fabric_bandwidth, link_efficiency("link:fabric", seed));
+Nanoseconds fabric_duration(const Machine& machine, const Traffic& traffic, uint64_t seed) {
+  const auto inside =
+      time_for(traffic.inside, machine.fabric_bandwidth, link_efficiency("link:fabric", seed));
+  const auto outside = time_for(
+      traffic.outside, machine.network_bandwidth * traffic.ports,
+      link_efficiency("link:network", seed));
+  return machine.fabric_latency * std::max<int64_t>(traffic.rounds, 1) + std::max(inside, outside);
 }
 
 } // namespace tide

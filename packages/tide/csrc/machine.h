@@ -23,6 +23,8 @@ struct Machine {
   int64_t host_to_device_bandwidth = 55'000'000'000;
   int64_t device_to_host_bandwidth = 55'000'000'000;
   int64_t fabric_bandwidth = 450'000'000'000;
+  int64_t network_bandwidth = 50'000'000'000;
+  int64_t devices_per_node = 0; // neighbouring ranks share a node; 0: all of them do
   Nanoseconds launch = 5'000; // host time to issue one operator
   Nanoseconds kernel_latency = 2'000; // device time of an empty kernel
   Nanoseconds copy_latency = 8'000; // link time of an empty copy
@@ -45,7 +47,16 @@ int64_t link_efficiency(const std::string& kind, uint64_t seed);
 
 Nanoseconds kernel_duration(const Machine&, const std::string& kind, const Work&, uint64_t seed);
 Nanoseconds copy_duration(const Machine&, Link, int64_t bytes, uint64_t seed);
-// `rounds` is the number of latency-bound steps of the algorithm (a ring of n has n - 1).
-Nanoseconds fabric_duration(const Machine&, int64_t bytes, int64_t rounds, uint64_t seed);
+
+// What a collective sends over the busiest wires of one rank.
+struct Traffic {
+  int64_t inside = 0; // bytes to devices of its node
+  int64_t outside = 0; // bytes to other nodes
+  int64_t ports = 1; // network ports that share what goes outside
+  int64_t rounds = 1; // latency-bound steps of the algorithm: a ring of n has n - 1
+};
+
+// The slower of the two: both are at work at the same time.
+Nanoseconds fabric_duration(const Machine&, const Traffic&, uint64_t seed);
 
 } // namespace tide

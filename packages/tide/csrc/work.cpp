@@ -78,7 +78,7 @@ void TideWork::complete() {
       lane.free_at = 0;
     }
     const Nanoseconds duration =
-        fabric_duration(engine.machine, plan.bytes, plan.rounds, engine.options.efficiency_seed);
+        fabric_duration(engine.machine, traffic, engine.options.efficiency_seed);
     const Nanoseconds latest =
         plan.sends_to < 0 ? std::max(ready_here, ready.item<int64_t>()) : ready_here;
     const Nanoseconds start = std::max(latest, lane.free_at);

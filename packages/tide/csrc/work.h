@@ -30,6 +30,7 @@ class TideWork final : public c10d::Work {
 
   Plan plan;
   Lane& lane;
+  Traffic traffic;
   c10::intrusive_ptr<c10d::Backend> clock_backend;
   c10::intrusive_ptr<c10d::Work> data;
   c10::intrusive_ptr<c10d::Work> clock;

@@ -320,6 +320,36 @@ def overlapped(device: str) -> dict[str, int]:
     return {"hidden": hidden, "exposed": tide.now() - hidden}
 
 
+def across_nodes(device: str) -> dict[str, int]:
+    """How long two ranks take for 4,000 bytes on one node, and on two."""
+    x, y = torch.ones(1000, device=device), torch.ones(1000, device=device)
+    work: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_to_all": lambda: dist.all_to_all_single(y, x),
+        "recv": lambda: dist.recv(x, 1) if dist.get_rank() == 0 else dist.send(x, 0),
+    }
+    found = {}
+    for devices in (0, 2, 1):
+        torch.accelerator.synchronize()
+        dist.barrier()
+        tide.reset()
+        tide.configure(
+            launch=0,
+            kernel_latency=0,
+            fabric_latency=0,
+            fabric_bandwidth=10**9,
+            network_bandwidth=10**8,
+            devices_per_node=devices,
+        )
+        for name, run in work.items():
+            torch.accelerator.synchronize()
+            begin = tide.now()
+            run()
+            torch.accelerator.synchronize()
+            found[f"{name} {devices}"] = tide.now() - begin
+    return found
+
+
 def unwaited(device: str) -> tuple[list[float], int]:
     """Uses a result without waiting for it."""
     x = torch.ones(4, device=device)

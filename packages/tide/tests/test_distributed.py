@@ -4,7 +4,7 @@ import pytest
 import ranks
 
 MODELS = [ranks.ddp, ranks.fsdp, ranks.tensor_parallel, ranks.pipeline]
-CLOCKS = [ranks.ready_times, ranks.overlapped, ranks.step_time, ranks.unwaited]
+CLOCKS = [ranks.ready_times, ranks.overlapped, ranks.across_nodes, ranks.step_time, ranks.unwaited]
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +85,14 @@ def test_a_result_used_before_the_wait_is_stale_and_reported(on_tide):
     for values, reports in on_tide["unwaited"]:
         assert values == [1.0] * 4
         assert reports >= 1
+
+
+def test_what_goes_to_another_node_goes_through_the_network(on_tide):
+    receiver, sender = on_tide["across_nodes"]
+    for devices in (0, 2):  # one node
+        assert receiver[f"all_reduce {devices}"] == sender[f"all_reduce {devices}"] == 4_000
+        assert receiver[f"all_to_all {devices}"] == 2_000
+        assert receiver[f"recv {devices}"] == 4_000
+    assert receiver["all_reduce 1"] == sender["all_reduce 1"] == 40_000
+    assert receiver["all_to_all 1"] == 20_000
+    assert receiver["recv 1"] == 40_000

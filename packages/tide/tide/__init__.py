@@ -66,6 +66,7 @@ _DEFAULTS: dict[str, Any] = {
     "poison": True,
     "efficiency_seed": 0,
     "pinned_capacity": 64 * 2**30,
+    "devices_per_node": 0,
 }
 
 
@@ -78,13 +79,15 @@ def configure(
     races: bool | None = None,
     poison: bool | None = None,
     efficiency_seed: int | None = None,
+    devices_per_node: int | None = None,
     **rates: int,
 ) -> None:
     """Change the device, once it is idle. What is not named stays; a preset sets all of its values.
 
     `mode` is "virtual" (kernels run at once on the calling thread) or "async" (a worker thread for
     each stream). `efficiency_seed` other than 0 gives every kind of kernel and every link a hidden
-    efficiency. Any field of `Preset` can be given by name, in its units.
+    efficiency. `devices_per_node` puts ranks of neighbouring numbers on nodes with a network
+    between them; 0 is one node for all. Any field of `Preset` can be given by name, in its units.
 
     >>> configure(preset="a100", capacity=40 * 2**30, launch=0)
     """
@@ -104,6 +107,10 @@ def configure(
             values[name] = bool(value)
     if efficiency_seed is not None:
         values["efficiency_seed"] = int(efficiency_seed)
+    if devices_per_node is not None:
+        if devices_per_node < 0:
+            raise ValueError(f"devices_per_node must be 0 or more, not {devices_per_node}")
+        values["devices_per_node"] = int(devices_per_node)
     known = set(Preset.__dataclass_fields__)
     for name, rate in rates.items():
         if name not in known:

@@ -26,7 +26,9 @@ class Preset:
     host_to_device_bandwidth: int
     device_to_host_bandwidth: int
     fabric_bandwidth: int
-    """To the other devices, each way."""
+    """To the other devices of its node, each way."""
+    network_bandwidth: int = 50 * 10**9
+    """To devices of other nodes, each way; used where ``devices_per_node`` is set."""
     launch: int = 5_000
     """Host time to issue one operator."""
     kernel_latency: int = 2_000
@@ -128,4 +130,5 @@ def scaled(base: str | Preset, factor: float | Fraction) -> Preset:
         host_to_device_bandwidth=times(machine.host_to_device_bandwidth, 2),
         device_to_host_bandwidth=times(machine.device_to_host_bandwidth, 2),
         fabric_bandwidth=times(machine.fabric_bandwidth, 2),
+        network_bandwidth=times(machine.network_bandwidth, 2),
     )

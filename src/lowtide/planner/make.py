@@ -125,7 +125,7 @@ def make_plan(
 
 
 class _Seconds:
-    """The seconds of kernels; equal ones are computed once."""
+    """The seconds that kernels add to the computation; equal ones are looked up."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -134,7 +134,8 @@ class _Seconds:
     def __call__(self, kernel: Kernel) -> float:
         found = self.known.get(kernel)
         if found is None:
-            found = self.known[kernel] = kernel_seconds(self.device, kernel)
+            # What another stream does in the meantime is no cost of the layer; the simulation has its waits.
+            found = self.known[kernel] = kernel_seconds(self.device, kernel) if kernel.stream == 0 else 0.0
         return found
 
 

@@ -23,7 +23,7 @@ and ``inside``: of a call that is replayed. ``cast``: of such an output."""
 
 Code: TypeAlias = tuple[int, int]
 """An event: one of the numbers below, and the event's own number."""
-MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD, LET = range(10)
+MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD, LET, SYNC = range(11)
 _CODES = {
     "make": MAKE,
     "free": FREE,
@@ -34,6 +34,7 @@ _CODES = {
     "use": USE,
     "done": DONE,
     "let": LET,
+    "sync": SYNC,
 }
 
 

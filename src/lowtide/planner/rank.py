@@ -9,8 +9,9 @@ from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.allocator import Allocator, Block
 from lowtide.planner.lanes import Lanes
-from lowtide.planner.simulation import Moment, Span
-from lowtide.trace.trace import Part
+from lowtide.planner.simulation import Lane, Moment, Span
+from lowtide.trace.layout import group_channel
+from lowtide.trace.trace import Kernel, Part
 
 __all__ = ["Phase", "Rank", "Storage", "Timed"]
 
@@ -40,11 +41,16 @@ class Storage:
 
 
 class Timed(NamedTuple):
-    """A kernel's seconds, and whether the host waits for it."""
+    """A kernel's seconds, and on which clocks they pass."""
 
     seconds: float
-    waits: bool
-    collective: bool
+    waits: bool = False
+    """Whether the host waits for it."""
+    stream: int = 0
+    group: str = ""
+    """For a collective, its group: one of its collectives runs after the other."""
+    waited: bool = True
+    """For a collective, whether its stream waits for it at once."""
 
 
 _timed: dict[tuple[int, int], tuple[Part, Device, tuple[Timed, ...]]] = {}
@@ -131,29 +137,29 @@ class Rank:
         if known is None:
             if len(_timed) > 1024:
                 _timed.clear()
-            found = tuple(
-                Timed(kernel_seconds(self.device, one), one.kind in WAITING, one.ranks > 0) for one in part.kernels
-            )
+            found = tuple(_timed_kernel(self.device, one) for one in part.kernels)
             known = _timed[key] = (part, self.device, found)
         return known[2]
 
     def run(self, kernel: Timed) -> None:
         """Issue a kernel."""
-        start = self.lanes.run(kernel.seconds)
+        start = self.lanes.run(kernel)
         if kernel.waits:
             self.lanes.synchronize()
         if self.spans is not None:
             layer, operator, micro_batch, phase = self.where
             kind: Literal["forward", "backward", "recompute", "optimizer", "collective"]
-            kind = "collective" if kernel.collective else phase
-            self.spans.append(Span("compute", start, kernel.seconds, kind, layer, operator, micro_batch))
+            lane: Lane = "compute" if kernel.stream == 0 and kernel.waited else "communication"
+            kind = "collective" if kernel.group or lane == "communication" else phase
+            self.spans.append(Span(lane, start, kernel.seconds, kind, layer, operator, micro_batch))
 
     def run_again(self, kernel: Timed) -> None:
         """Issue a kernel that recomputes what forward did."""
         layer, operator, micro_batch, phase = self.where
         self.where = (layer, operator, micro_batch, "recompute")
         self.run(kernel)
-        self.recompute += kernel.seconds
+        if kernel.stream == 0:
+            self.recompute += kernel.seconds
         self.where = (layer, operator, micro_batch, phase)
 
     def wait(self, until: float, layer: int | None, operator: str, micro_batch: int) -> None:
@@ -162,6 +168,12 @@ class Rank:
         waited = self.lanes.wait(until)
         if waited > 0 and self.spans is not None:
             self.spans.append(Span("compute", begin, waited, "stall", layer, operator, micro_batch))
+
+
+def _timed_kernel(device: Device, kernel: Kernel) -> Timed:
+    group = group_channel(kernel.ranks, kernel.stride) if kernel.ranks > 1 else ""
+    seconds = kernel_seconds(device, kernel)
+    return Timed(seconds, kernel.kind in WAITING, kernel.stream, group, kernel.waited)
 
 
 def _copy(storage: Storage) -> Storage:

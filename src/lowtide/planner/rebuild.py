@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lowtide.planner.instance import Instance, RunningCall
-from lowtide.planner.program import FREE, MAKE, RUN, SAVE, Code
+from lowtide.planner.program import FREE, MAKE, RUN, SAVE, SYNC, Code
 from lowtide.planner.rank import Rank, Storage
 from lowtide.planner.swapping import Swapping
 
@@ -123,6 +123,8 @@ class Rebuilding:
                     freed.discard(number)
             elif code == RUN:
                 self.rank.run_again(timed[number])
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
             elif code == FREE:
                 if number in made and number not in freed:
                     freed.add(number)

@@ -17,7 +17,7 @@ from itertools import repeat
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.instance import Instance
-from lowtide.planner.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, USE, Code, Program
+from lowtide.planner.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, SYNC, USE, Code, Program
 from lowtide.planner.rank import Rank, Storage, Timed
 from lowtide.planner.rebuild import Rebuilding
 from lowtide.planner.swapping import Swapping
@@ -105,6 +105,8 @@ class Player:
                 instance.frees = []
             elif code == DONE:  # its graph led nowhere
                 self._done(instance, number)
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
 
     def _save(self, instance: Instance, number: int) -> None:
         """Autograd saves a tensor."""
@@ -181,6 +183,8 @@ class Player:
                 self._done(instance, number)
             elif code == ADD:
                 self._add(instance, number, slots)
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
         instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
         for number, storage in slots.items():
@@ -211,7 +215,7 @@ class Player:
         size = storage.size
         if size not in self._adding:
             self._adding[size] = kernel_seconds(self.rank.device, Kernel("aten::add_", touched=3 * size))
-        self.rank.run(Timed(self._adding[size], False, False))
+        self.rank.run(Timed(self._adding[size]))
         self.rank.drop(storage)
 
     def _use(self, instance: Instance, number: int) -> None:
@@ -283,6 +287,8 @@ class Player:
                 slots[number] = self.rank.make(values[number].size)
             elif code == RUN:
                 self.rank.run_again(timed[number])
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
             elif code == FREE:
                 storage = slots.pop(number, None)
                 if storage is not None:
@@ -316,6 +322,8 @@ class Player:
                 slots[number] = self.rank.make(values[number].size)
             elif code == RUN:
                 self.rank.run(timed[number])
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
             elif code == FREE:
                 storage = slots.pop(number, None)
                 if storage is not None:

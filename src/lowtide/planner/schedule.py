@@ -108,11 +108,16 @@ def replay(
 ) -> Replay:
     """The step's time when each action of a stage takes ``seconds(stage, action)``.
 
-    ``transfer(source, stage)`` is the time to send a boundary from a stage to another. The stage does not wait while it
-    sends. ``begin`` is called, before ``seconds`` is, with the stage that begins an action and the time.
+    ``transfer(source, stage)`` is the time to send a boundary from a stage to another. ``begin`` is called, before
+    ``seconds`` is, with the stage that begins an action and the time.
+
+    [Note: sends and receives]
+    In torch's schedules of one chunk a stage asks for a boundary when it gets to the action that needs it, and between
+    a forward and a backward it also waits for what it sends. The others ask ahead, and wait for no send.
     """
     schedule = actions(pipeline)
     last = max(1, pipeline.stages) * pipeline.chunks - 1
+    waits = pipeline.schedule in ("gpipe", "1f1b")
     ended: dict[tuple[str, int, int], tuple[float, int]] = {}
     clock = [0.0] * len(schedule)
     busy = [0.0] * len(schedule)
@@ -128,7 +133,16 @@ def replay(
                 if needs is not None and needs not in ended:
                     break
                 ready, source = ended[needs] if needs is not None else (0.0, stage)
-                start = max(clock[stage], ready + (transfer(source, stage) if source != stage else 0.0))
+                start = clock[stage]
+                if source == stage:
+                    start = max(start, ready)
+                elif waits:
+                    start = max(start, ready) + transfer(source, stage)
+                else:
+                    start = max(start, ready + transfer(source, stage))
+                before = schedule[stage][following[stage] - 1] if following[stage] else action
+                if waits and before.kind != action.kind:
+                    start = max(start, clock[stage] + _sending(before, stage, pipeline, transfer))
                 if begin is not None:
                     begin(stage, start)
                 took = seconds(stage, action)
@@ -148,6 +162,12 @@ def replay(
             )
     step = max(clock)
     return Replay(step, tuple(clock), 1 - max(busy) / step if step else 0.0)
+
+
+def _sending(action: Action, stage: int, pipeline: Pipeline, transfer: Transfer) -> float:
+    """How long a stage with one chunk sends what an action made."""
+    target = stage + (1 if action.kind == "forward" else -1)
+    return transfer(stage, target) if 0 <= target < pipeline.stages else 0.0
 
 
 def _needs(action: Action, place: int, last: int) -> tuple[str, int, int] | None:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 __all__ = ["Lane", "Moment", "Share", "Simulation", "Span", "StageSimulation"]
 
-Lane: TypeAlias = Literal["compute", "link out", "link in"]
+Lane: TypeAlias = Literal["compute", "link out", "link in", "communication"]
 
 
 class Moment(NamedTuple):

@@ -11,7 +11,7 @@ from lowtide.planner.simulation import Simulation, Span, StageSimulation
 
 __all__ = ["perfetto_events", "write_perfetto"]
 
-LANES = ("compute", "link out", "link in")
+LANES = ("compute", "link out", "link in", "communication")
 
 
 def write_perfetto(simulation: Simulation, file: str | Path) -> None:

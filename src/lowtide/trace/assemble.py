@@ -170,6 +170,7 @@ class _Cut:
             kernels=tuple(self._kernel(number, numbers) for number in numbers.kernels),
             calls=self._calls(numbers, kind),
             packs=tuple(packs),
+            syncs=tuple(record.syncs[number] for number in numbers.syncs),
             forward=forward,
             backward=backward,
             input=numbers.values.get(given) if index >= 0 else None,
@@ -192,7 +193,8 @@ class _Cut:
         events = numbers.events(self.streams.get(("optimizer", 0), []))
         values = tuple(Value(self.recorded.storages[number].size) for number in numbers.values)
         kernels = tuple(self._kernel(number, numbers) for number in numbers.kernels)
-        return Part(name="optimizer", values=values, kernels=kernels, forward=events)
+        syncs = tuple(self.recorded.syncs[number] for number in numbers.syncs)
+        return Part(name="optimizer", values=values, kernels=kernels, syncs=syncs, forward=events)
 
     def _value(self, number: int, index: int) -> Value:
         record, storage = self.recorded, self.recorded.storages[number]
@@ -233,6 +235,8 @@ class _Cut:
             # What events around a collective show is not how long it takes: it runs on a stream of its own.
             self.seconds[number] if self.seconds is not None and not one.sent.ranks else None,
             one.sent.stride,
+            one.stream,
+            one.waited,
         )
 
     def _calls(self, numbers: _Numbers, kind: LayerKind) -> tuple[Call, ...]:
@@ -293,6 +297,7 @@ class _Numbers:
         self.kernels: dict[int, int] = {}
         self.calls: dict[int, int] = {}
         self.packs: dict[int, int] = {}
+        self.syncs: dict[int, int] = {}
         self.foreign: int | None = None
         """How many forward events come before the last that frees what a layer made."""
 
@@ -314,7 +319,8 @@ class _Numbers:
                 elif what == "free" and made[0] == "forward" and made[1] >= 0 and not self.phase:
                     self.foreign = len(result)
                 continue
-            place = {"run": self.kernels, "call": self.calls, "end": self.calls}.get(what, self.packs)
+            tables = {"run": self.kernels, "call": self.calls, "end": self.calls, "sync": self.syncs}
+            place = tables.get(what, self.packs)
             if what in ("use", "done") and number not in place:
                 continue  # saved in another part
             result.append((what, place.setdefault(number, len(place))))

@@ -75,8 +75,8 @@ def capture(
         runs = _Runs(model, run, optimizer, layers)
         progress("recording a step")
         if fake:
-            runs.whole(imagined)  # the first makes what later ones find: states, buffers
-            forward = backward = runs.whole(imagined)
+            runs.whole(imagined, streams=True)  # the first makes what later ones find: states, buffers
+            forward = backward = runs.whole(imagined, streams=True)
             timed: list[Recorder] = []
         else:
             runs.whole(kept_apart)
@@ -146,9 +146,9 @@ class _Runs:
             del loss
         return recorder
 
-    def whole(self, hold: PackHook, *, timed: bool = False) -> Recorder:
+    def whole(self, hold: PackHook, *, timed: bool = False, streams: bool = False) -> Recorder:
         """A forward and a backward, and the optimizer's step."""
-        recorder = Recorder(len(self.layers), hold=hold, device=self.device, timed=timed)
+        recorder = Recorder(len(self.layers), hold=hold, device=self.device, timed=timed, streams=streams)
         with self._recorded(recorder):
             loss = self.run()
             recorder.follow(loss.grad_fn)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide.errors import TraceError
 
-__all__ = ["Layout", "stride_of"]
+__all__ = ["Layout", "group_channel", "stride_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,3 +80,12 @@ def stride_of(ranks: Sequence[int]) -> int:
     (8, 1)
     """
     return max(1, -(-(max(ranks) - min(ranks)) // (len(ranks) - 1))) if len(ranks) > 1 else 1
+
+
+def group_channel(ranks: int, stride: int) -> str:
+    """What a stream waits for that waits for a collective of such a group.
+
+    >>> group_channel(8, 4)
+    'group 8:4'
+    """
+    return f"group {ranks}:{stride}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -38,6 +38,7 @@ from lowtide._torch_private.saved_tensor_hooks import (
     remove_saved_tensors_hooks,
 )
 from lowtide._torch_private.storages import resize_watchers, storage_address, storage_key, storage_of
+from lowtide._torch_private.streams import watch_cpu_streams
 from lowtide._torch_private.subclasses import Subclass, taken_apart
 from lowtide._torch_private.versions import written_arguments
 from lowtide._torch_private.views import view_base
@@ -49,7 +50,9 @@ from lowtide.operators.formulas import Formulas, has_two_formulas
 from lowtide.operators.saved import PackHook, Saved, kept_apart
 from lowtide.operators.wrappers import take_back
 from lowtide.trace.clock import Clock
-from lowtide.trace.trace import Event, What
+from lowtide.trace.layout import group_channel
+from lowtide.trace.streams import Streams
+from lowtide.trace.trace import Event, Sync, What
 from lowtide.trace.traffic import Communication, bytes_read, communication, computed_in
 
 __all__ = ["Mark", "Occasion", "Place", "RecordedKernel", "Recorder", "Storage", "imagined"]
@@ -85,6 +88,8 @@ class RecordedKernel(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     sent: Communication
+    stream: int
+    waited: bool
     time: tuple[Any, Any] | None
     """When it began and ended, where that was asked for."""
 
@@ -122,6 +127,7 @@ class Recorder(TorchDispatchMode):
         written: Callable[[list[Tensor]], None] = lambda tensors: None,
         device: str = "cpu",
         timed: bool = False,
+        streams: bool = False,
     ) -> None:
         super().__init__()
         self.device = device
@@ -143,6 +149,11 @@ class Recorder(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.kernels: list[RecordedKernel] = []
         self.calls: list[_Call] = []
+        self.syncs: list[Sync] = []
+        self.queues = Streams(self._sync) if streams else None
+        """The streams that kernels are issued on; None where one is taken for all."""
+        self.under_way: dict[int, int] = {}
+        """For each storage that a collective fills, and that was not waited for, the collective's kernel."""
         self.saved: list[tuple[int, Place, str, bool]] = []
         """For each tensor that was saved: its storage, where, by which operator, and whether it can be moved."""
         self.known: dict[int, int] = {}
@@ -202,7 +213,8 @@ class Recorder(TorchDispatchMode):
             resize_watchers.add(self._around_resize)
             insert_saved_tensors_hooks(self.hooks, self.unpack)
             insert_dispatch_mode(self)
-            yield self
+            with watch_cpu_streams(self.queues) if self.queues is not None else nullcontext():
+                yield self
         finally:
             take_back([self.take_off])
             self.references.clear()
@@ -363,9 +375,12 @@ class Recorder(TorchDispatchMode):
         if sent.ranks:
             changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
+        if schema_of(func).name in _WAITS:
+            self._wait_for(given)
         if schema_of(func).name in _FREE or not (fresh or changed):
             return result
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in [*fresh, *changed]))
+        waited = sent.ranks == 0 or func.namespace == "c10d" or self.queues is None
         kernel = RecordedKernel(
             schema_of(func).name,
             self.operator,
@@ -376,14 +391,44 @@ class Recorder(TorchDispatchMode):
             reads,
             tuple(number for number in writes if number >= 0),
             sent,
+            self.queues.current if self.queues is not None else 0,
+            waited,
             (begin, end) if self.clock is not None else None,
         )
+        if kernel.kind in _COPYING:
+            # It reduces a copy of what it is given. Around the call, events on the current stream time the copy.
+            self._ran(
+                kernel._replace(
+                    kind="aten::clone", shape=shape_text((given[0],), {}), sent=Communication(), waited=True
+                )
+            )
         adds = self.meeting and kernel.kind == "aten::add" and len(given) == 2 and not wrapped
         if (adds and view_base(given[0]) is None) or (not self.meeting and kernel.kind in _FILLING):
             self.into[len(self.kernels)] = (self.number(given[0]), self.number(made[0]))
+        if not waited:
+            self.under_way |= dict.fromkeys(kernel.writes, len(self.kernels))
+        self._ran(kernel)
+        return result
+
+    def _ran(self, kernel: RecordedKernel) -> None:
         self.note("run", len(self.kernels))
         self.kernels.append(kernel)
-        return result
+
+    def _sync(self, sync: Sync) -> None:
+        """Streams wait for each other."""
+        if not self.quiet:
+            self.note("sync", len(self.syncs))
+            self.syncs.append(sync)
+
+    def _wait_for(self, tensors: list[Tensor]) -> None:
+        """The current stream waits for a collective; one that was issued just now is waited for at once."""
+        for number in dict.fromkeys(self.under_way.pop(self.number(tensor), -1) for tensor in tensors):
+            if number >= 0 and self.events[-1:] == [("run", number)]:
+                self.kernels[number] = self.kernels[number]._replace(waited=True)
+            elif number >= 0:
+                ranks, stride, _ = self.kernels[number].sent
+                stream = self.queues.current if self.queues is not None else 0
+                self._sync(Sync(stream, group_channel(ranks, stride)))
 
     # Between nodes.
 
@@ -515,6 +560,10 @@ _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors",
 }  # fmt: skip
+
+_WAITS = {"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"}
+
+_COPYING = {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced"}
 
 _FILLING = {"aten::index_put", "aten::scatter", "aten::scatter_add"}
 """What a node fills zeros with."""

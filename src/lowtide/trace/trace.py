@@ -20,6 +20,7 @@ what        the number    meaning
 ``save``    ``packs``     autograd saves a tensor (forward only)
 ``use``     ``packs``     autograd unpacks a saved tensor (backward only)
 ``done``    ``packs``     autograd frees it (backward only)
+``sync``    ``syncs``     a stream records an event, or waits for one, for a collective or for another stream
 ==========  ============  ==============================================================================
 
 A storage that is saved and kept is free when the program no longer holds it and every pack of it is done.
@@ -55,6 +56,7 @@ __all__ = [
     "Part",
     "Source",
     "Static",
+    "Sync",
     "Trace",
     "TracedOperator",
     "Value",
@@ -66,7 +68,7 @@ FORMAT = 1
 
 Source: TypeAlias = Literal["operator", "boundary", "root", "static"]
 """Whose value a tensor is: an operator's of the part, the part's input, something from outside, or a parameter's."""
-What: TypeAlias = Literal["call", "end", "make", "run", "free", "save", "use", "done"]
+What: TypeAlias = Literal["call", "end", "make", "run", "free", "save", "use", "done", "sync"]
 Event: TypeAlias = tuple[What, int]
 """See [Note: events]."""
 
@@ -134,6 +136,23 @@ class Kernel(NamedTuple):
     """How long it took, if it was measured."""
     stride: int = 1
     """For a collective, how far apart neighbouring ranks of its group are: 8 for ranks 0, 8, 16."""
+    stream: int = 0
+    """The stream that it is issued on: 0 for the one that computes."""
+    waited: bool = True
+    """For a collective, whether its stream waits for it at once; else a ``sync`` event says where."""
+
+
+class Sync(NamedTuple):
+    """Something that streams do with each other."""
+
+    stream: int
+    """The stream that does it."""
+    channel: str = ""
+    """Of an event, by the place in the program where it is recorded; or the group of a collective."""
+    other: int = -1
+    """The stream that is waited for, all of it; -1 if it is an event."""
+    waits: bool = True
+    """Whether the stream waits; else it records the event."""
 
 
 class Call(NamedTuple):
@@ -193,6 +212,8 @@ class Part:
     calls: tuple[Call, ...] = ()
     packs: tuple[Pack, ...] = ()
     """In the order they were saved."""
+    syncs: tuple[Sync, ...] = ()
+    """What streams wait for; empty where there is one."""
     forward: tuple[Event, ...] = ()
     backward: tuple[Event, ...] = ()
     input: int | None = None
@@ -363,7 +384,7 @@ def kernels_of(trace: Trace) -> list[Kernel]:
 
 
 _TUPLES: dict[str, Any] = {
-    "operators": TracedOperator, "values": Value, "kernels": Kernel, "calls": Call, "packs": Pack,
+    "operators": TracedOperator, "values": Value, "kernels": Kernel, "calls": Call, "packs": Pack, "syncs": Sync,
 }  # fmt: skip
 
 
@@ -393,7 +414,8 @@ def _part(value: Mapping[str, Any]) -> Part:
         raise TraceError(f"a part has {', '.join(sorted(known))}; found also {', '.join(sorted(unknown))}")
     given: dict[str, Any] = dict(value)
     for name, row in _TUPLES.items():
-        given[name] = tuple(row(*_rows(one)) for one in value[name])
+        rows = value.get(name, ()) if name == "syncs" else value[name]
+        given[name] = tuple(row(*_rows(one)) for one in rows)
     for name in ("forward", "backward"):
         given[name] = tuple((what, number) for what, number in value[name])
     for name in ("taken", "handed", "taken_back", "handed_back", "across"):
