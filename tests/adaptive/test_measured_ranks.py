@@ -10,7 +10,6 @@ import torch
 from lowtide.adaptive.merge import joined, slowest
 from lowtide.cost.devices import find_device
 from lowtide.models.shape import DecoderShape
-from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.trace.trace import Trace
@@ -69,8 +68,7 @@ def test_what_ranks_show_predicts_their_peaks(
     whole = joined([slowest(traces[first : first + of_stage]) for first in range(0, degrees.world, of_stage)])
     assert len(whole.layers) == LAYERS
     assert whole.notes == ()
-    count = predicted_ranks._micro_batches(case)
-    pipeline = even_pipeline(LAYERS, stages=stages, micro_batches=count)
+    pipeline = predicted_ranks.pipeline_of(case)
     measured = ranks.run(predicted_ranks.measured_peaks, case, POLICIES)
     for place, policy in enumerate(POLICIES):
         simulated = simulate(whole, policy, find_device("h100"), pipeline).stages

@@ -13,8 +13,8 @@ from lowtide.errors import PlanError
 from lowtide.planner.allocator import LimitError
 from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline
 from lowtide.planner.program import MINIMUM_BYTES
-from lowtide.planner.schedule import Action, actions, held_together, in_flight
-from lowtide.planner.simulate import shortened, simulate
+from lowtide.planner.schedule import Action, actions, held_together, in_flight, shortened
+from lowtide.planner.simulate import simulate
 from lowtide.planner.simulation import StageSimulation
 from lowtide.planner.stage import Stage
 from lowtide.planner.swapping import IN_FLIGHT_BYTES

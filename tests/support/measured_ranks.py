@@ -17,7 +17,7 @@ from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.mesh import make_meshes
 from lowtide.train.traced import TracedRank, _groups
-from support.predicted_ranks import _built, _step_of
+from support.predicted_ranks import built, pipeline_of, step_of
 
 __all__ = ["Shown", "measured_trace"]
 
@@ -43,10 +43,11 @@ def measured_trace(rank: TracedRank) -> Shown:
 
 def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, StepProfiler]:
     device, stages = torch.device("tide", 0), rank.degrees.pipeline
-    model, handle = _built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), device)
-    handle.remove()
+    pipeline = pipeline_of(rank)
+    with built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), pipeline, device) as models:
+        (model,) = models
     optimizer = torch.optim.AdamW(_groups(model), fused=True)
-    step = _step_of(model, rank, device)
+    step = step_of([model], rank, pipeline, device)
     last = make_meshes(rank.degrees, device).pipeline.get_local_rank() == stages - 1
     measuring = StepProfiler(model, optimizers=[optimizer], layers="layers", last=last)
     gc.collect()

@@ -1,35 +1,46 @@
-"""Ranks that train the reference decoder: what each one's memory is predicted to be, and what it is on tide."""
+"""Ranks that train the reference decoder: what each one's memory and time are predicted to be, and are on tide."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import functional
 
 import tide
 from lowtide.cost.devices import find_device
 from lowtide.cost.imagined import device_kernels
 from lowtide.models.build import build_model
-from lowtide.models.decoder import Decoder
 from lowtide.models.initialise import initialise
-from lowtide.planner.pipeline import even_pipeline
+from lowtide.planner.pipeline import Pipeline, even_pipeline
+from lowtide.planner.schedule import position
 from lowtide.planner.simulate import simulate
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
+from lowtide.train.pipeline import _SCHEDULES
 from lowtide.train.traced import TracedRank, _groups, trace_rank
 
-__all__ = ["measured_peaks", "predicted_peaks"]
+__all__ = ["Measured", "loss_of", "measured_peaks", "measured_steps", "pipeline_of", "predicted_peaks"]
 
 MICRO_BATCHES = 4
 """Micro-batches of a pipeline's step; without stages there is one."""
+
+
+class Measured(NamedTuple):
+    """What a warm step of this rank took."""
+
+    peak: int
+    seconds: float
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -37,104 +48,146 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+def pipeline_of(rank: TracedRank) -> Pipeline:
+    """Its stages under 1F1B, or one stage and one micro-batch."""
+    stages = rank.degrees.pipeline
+    return even_pipeline(rank.shape.num_layers, stages=stages, micro_batches=MICRO_BATCHES if stages > 1 else 1)
+
+
 def predicted_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[list[int]]:
     """For each Policy the peak of each pipeline stage, the batch that a caller gives included."""
     with device_kernels("other"):
         trace = trace_rank(replace(rank, loss=loss_of))
-    count = _micro_batches(rank)
-    pipeline = even_pipeline(len(trace.layers), stages=rank.degrees.pipeline, micro_batches=count)
-    given = (rank.samples * rank.sequence * 8 * count + 511) // 512 * 512
-    device = find_device("h100")
+    pipeline, device = pipeline_of(rank), find_device("h100")
+    given = given_bytes(rank, pipeline)
     return [[stage.peak + given for stage in simulate(trace, policy, device, pipeline).stages] for policy in policies]
+
+
+def given_bytes(rank: TracedRank, pipeline: Pipeline) -> int:
+    """The tokens of a step, as they are allocated."""
+    return (rank.samples * rank.sequence * 8 * pipeline.micro_batches + 511) // 512 * 512
 
 
 def measured_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[int]:
     """This rank's peak in a warm step on tide, for each Policy."""
     tide.configure(races=False, poison=False)
-    return [_measured(rank, policy) for policy in policies]
+    return [one.peak for one in measured_steps(rank, policies)]
 
 
-def _measured(rank: TracedRank, policy: Policy) -> int:
+def measured_steps(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline | None = None) -> list[Measured]:
+    """A warm step of this rank on tide, for each Policy."""
+    pipeline = pipeline or pipeline_of(rank)
+    return [_measured(rank, policy, pipeline) for policy in policies]
+
+
+def _measured(rank: TracedRank, policy: Policy, pipeline: Pipeline) -> Measured:
     device = torch.device("tide", 0)
-    model, handle = _built(rank, policy, device)
-    optimizer = torch.optim.AdamW(_groups(model), fused=True)
-    step = _step_of(model, rank, device)
-    gc.collect()  # an earlier model may still be there
-    for _ in range(3):
-        torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        step()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    handle.remove()
-    return torch.accelerator.max_memory_allocated()
+    with built(rank, policy, pipeline, device) as models:
+        optimizer = torch.optim.AdamW(_groups(nn.ModuleList(models)), fused=True)
+        step = step_of(models, rank, pipeline, device)
+        gc.collect()  # an earlier model may still be there
+        for _ in range(3):
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            dist.barrier()
+            begin = tide.now()
+            step()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            torch.accelerator.synchronize()
+            seconds = (tide.now() - begin) / 1e9
+        return Measured(torch.accelerator.max_memory_allocated(), seconds)
 
 
-def _built(rank: TracedRank, policy: Policy, device: torch.device) -> tuple[Decoder, Handle]:
-    """This rank's share of the model, as the runner builds it."""
+@contextmanager
+def built(rank: TracedRank, policy: Policy, pipeline: Pipeline, device: torch.device) -> Iterator[list[Any]]:
+    """This rank's chunks of the model, as the runner builds them."""
     meshes = make_meshes(rank.degrees, device)
-    stage, stages = meshes.pipeline.get_local_rank(), rank.degrees.pipeline
-    mine = even_pipeline(rank.shape.num_layers, stages=stages).placement[stage][0]
-    with torch.device("meta"):
-        model = build_model(rank.shape, layers=mine, first=stage == 0, last=stage == stages - 1)
-    model.to(getattr(torch, rank.precision.parameters))
-    apply_tensor_parallel(model, rank, meshes)
-    apply_expert_parallel(model, meshes)
-    own = replace(policy, layers=tuple(policy.layers[layer] for layer in mine))
-    handle = apply(model, own, layers="layers", allow_unmatched=stages > 1)
-    apply_fsdp(model, model.layers.values(), rank, meshes)
-    model.to_empty(device=device)
-    initialise(model, seed=0)
-    return model.train(), handle
+    stage, total = meshes.pipeline.get_local_rank(), pipeline.stages * pipeline.chunks
+    models: list[Any] = []
+    handles: list[Handle] = []
+    for chunk, mine in enumerate(pipeline.placement[stage]):
+        place = position(pipeline, stage, chunk)
+        with torch.device("meta"):
+            model = build_model(rank.shape, layers=mine, first=place == 0, last=place == total - 1)
+        model.to(getattr(torch, rank.precision.parameters))
+        apply_tensor_parallel(model, rank, meshes)
+        apply_expert_parallel(model, meshes)
+        own = replace(policy, layers=tuple(policy.layers[layer] for layer in mine))
+        handles.append(apply(model, own, layers="layers", allow_unmatched=total > 1))
+        apply_fsdp(model, model.layers.values(), rank, meshes)
+        model.to_empty(device=device)
+        initialise(model, seed=0)
+        models.append(model.train())
+    try:
+        yield models
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _step_of(model: Decoder, rank: TracedRank, device: torch.device) -> Callable[[], None]:
+def step_of(
+    models: Sequence[nn.Module], rank: TracedRank, pipeline: Pipeline, device: torch.device
+) -> Callable[[], None]:
     """Forward and backward of all micro-batches."""
-    stages, pipeline = rank.degrees.pipeline, make_meshes(rank.degrees, device).pipeline
-    number = pipeline.get_local_rank()
-    size = (rank.samples * _micro_batches(rank), rank.sequence)
-    seed = torch.Generator().manual_seed(dist.get_rank() if stages == 1 else 0)
+    mesh = make_meshes(rank.degrees, device).pipeline
+    stage, total = mesh.get_local_rank(), pipeline.stages * pipeline.chunks
+    size = (rank.samples * pipeline.micro_batches, rank.sequence)
+    # Ranks of a pipeline share a batch; those that share nothing but parameters have their own.
+    of_stage = dist.get_rank() % (rank.degrees.world // pipeline.stages)
+    seed = torch.Generator().manual_seed(of_stage // rank.degrees.tensor)
     tokens = torch.randint(rank.shape.vocab_size, size, generator=seed).to(device)
-    if stages == 1:
+    if total == 1:
 
         def step() -> None:
             with _autocast(rank, device):
-                loss = loss_of(model(tokens), tokens)
+                loss = loss_of(models[0](tokens), tokens)
             loss.backward()
 
         return step
-    first, last = number == 0, number == stages - 1
-    stage = PipelineStage(
-        model,
-        number,
-        stages,
-        device,
-        input_args=(_imagined(rank, None if first else rank.shape.hidden_size),),
-        output_args=(_imagined(rank, rank.shape.vocab_size if last else rank.shape.hidden_size, logits=last),),
-        group=pipeline.get_group(),
-    )
-    schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
+    places = [position(pipeline, stage, chunk) for chunk in range(pipeline.chunks)]
+    made = [
+        PipelineStage(
+            model,
+            place,
+            total,
+            device,
+            input_args=(_imagined(rank, None if place == 0 else rank.shape.hidden_size),),
+            output_args=(_output(rank, last=place == total - 1),),
+            group=mesh.get_group(),
+        )
+        for model, place in zip(models, places, strict=True)
+    ]
+    kind: Any = _SCHEDULES[pipeline.schedule]  # type: ignore[index]
+    single = issubclass(kind, PipelineScheduleSingle)
+    given = made[0] if single else made
+    schedule = kind(given, n_microbatches=pipeline.micro_batches, loss_fn=loss_of, scale_grads=False)
+    arguments = [tokens] if 0 in places else []
 
     def pipelined() -> None:
         with _autocast(rank, device):
-            if last:
-                schedule.step(target=tokens, losses=[], return_outputs=False)
+            if total - 1 in places:
+                schedule.step(*arguments, target=tokens, losses=[], return_outputs=False)
             else:
-                schedule.step(*([tokens] if first else []))
+                schedule.step(*arguments)
 
     return pipelined
 
 
+def _output(rank: TracedRank, *, last: bool) -> Tensor:
+    return _imagined(rank, rank.shape.vocab_size if last else rank.shape.hidden_size, logits=last)
+
+
 def _imagined(rank: TracedRank, width: int | None, *, logits: bool = False) -> Tensor:
     """What goes into a stage or comes out of it, on meta: tokens without a width."""
-    precision = rank.precision.compute if logits else rank.precision.parameters
-    sizes = (rank.samples, rank.sequence) if width is None else (rank.samples, rank.sequence, width)
+    degrees = rank.degrees
+    # FSDP computes all in one type, autocast only products.
+    precision = rank.precision.compute if logits or degrees.shard > 1 else rank.precision.parameters
+    hidden = width is not None and not logits
+    length = rank.sequence // (degrees.tensor if degrees.sequence_parallel and hidden else 1)
+    sizes = (rank.samples, length) if width is None else (rank.samples, length, width)
     dtype = torch.int64 if width is None else getattr(torch, precision)
     return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=width is not None)
-
-
-def _micro_batches(rank: TracedRank) -> int:
-    return MICRO_BATCHES if rank.degrees.pipeline > 1 else 1
 
 
 def _autocast(rank: TracedRank, device: torch.device) -> torch.autocast:

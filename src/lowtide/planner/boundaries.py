@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.rank import Rank, Storage
+from lowtide.planner.schedule import same_stage, shortened
 from lowtide.trace.trace import Part
 
 __all__ = ["StageEnds", "boundary_bytes"]
@@ -22,6 +23,10 @@ class StageEnds:
     about to begin and has its gradient; under GPipe, when the last forward has ended. The last chunk holds all its
     inputs until the step ends: the schedule keeps the losses, whose graphs end in the nodes that accumulate the
     inputs' gradients.
+
+    [Note: sent boundaries]
+    The schedules of several chunks collect their sends and wait for them when the step ends. Until then each holds what
+    it sends: the outputs and the inputs' gradients of all micro-batches.
     """
 
     def __init__(self, rank: Rank, first: Part, last: Part, pipeline: Pipeline, place: int, *, frees: bool) -> None:
@@ -40,6 +45,19 @@ class StageEnds:
         everyone = range(pipeline.micro_batches)
         inputs = () if self.receives or not self.input_size else everyone
         gradients = () if self.frees or not self.gradient_size else everyone
+        self.collected: list[Storage] | None = None
+        """What was sent in this step; see [Note: sent boundaries]. None where it is not held."""
+        if pipeline.schedule not in ("gpipe", "1f1b") and self.split:
+            left_out = pipeline.micro_batches - shortened(pipeline).micro_batches
+            sizes = ((place + 1, self.gradient_size), (place - 1, self.input_size))
+            self.collected = [
+                self._buffer(size)
+                for other, size in sizes
+                if size and not same_stage(pipeline, place, other)
+                for _ in range(left_out)
+            ]
+        self.sends = self.collected is not None and not self.last and not same_stage(pipeline, place, place + 1)
+        self.sends_back = self.collected is not None and not self.first and not same_stage(pipeline, place, place - 1)
         self.inputs = {number: self._buffer(self.input_size) for number in inputs}
         self.gradients = {number: self._buffer(self.gradient_size) for number in gradients}
         self.received: Storage | None = None
@@ -75,6 +93,7 @@ class StageEnds:
             self._sent()
         if output is None or not self.split:
             return output
+        self._collect(output, self.sends)
         if self.frees and self.last:
             return output
         self.latest.append(output)
@@ -82,6 +101,12 @@ class StageEnds:
             return None
         output.count += 1
         return output
+
+    def _collect(self, sent: Storage | None, held: bool) -> None:
+        """Something is sent; see [Note: sent boundaries]."""
+        if held and sent is not None and self.collected is not None:
+            sent.count += 1
+            self.collected.append(sent)
 
     def _sent(self) -> None:
         """Outputs have arrived where they were sent, and no longer belong to the schedule."""
@@ -97,6 +122,7 @@ class StageEnds:
 
     def send_back(self, gradient: Storage | None) -> None:
         """The gradient of the input is held until the next one is on its way."""
+        self._collect(gradient, self.sends_back)
         if self.sent is not None:
             self.rank.drop(self.sent)
         self.sent = gradient
@@ -105,6 +131,7 @@ class StageEnds:
         """The schedule has ended."""
         self.send_back(None)
         self._sent()
+        self.rank.drop_all(self.collected or ())
         if self.received is not None:
             self.rank.drop(self.received)
 

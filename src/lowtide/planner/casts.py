@@ -3,15 +3,61 @@
 Autocast keeps a weight's cast until its context ends. Around one forward, that is the micro-batch's own affair, and the
 Trace shows it. A pipeline runs all micro-batches inside one context: the casts are made with the first, found by all
 others and by every layer that is recomputed, and there until the step's last backward has ended.
+
+[Note: late gradients]
+Autograd runs first what was recorded last. The nodes that cast weights were recorded in the first micro-batch. In the
+backward of any other they come after all its other nodes: until then the gradients of the casts are held, of all layers
+of the stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from lowtide.planner.rank import Rank, Storage
 from lowtide.trace.trace import Part
 
-__all__ = ["cast_weights", "without_casts"]
+__all__ = ["CastCache", "cast_gradients", "cast_weights", "without_casts"]
+
+
+class CastCache:
+    """What autocast has cast and holds, by layer, where it does so for all micro-batches.
+
+    A layer that is recomputed as a whole runs in a context of its own, on autograd's thread: when that ends, autocast
+    drops all its casts. Layers that are recomputed after it in the same backward cast their weights alone, and the next
+    forward casts all.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.shared = False
+        """Whether one cast serves all micro-batches."""
+        self.held: dict[tuple[int | None, str], list[Storage]] = {}
+
+    def fill(self, parts: Iterable[tuple[int | None, Part]]) -> None:
+        """A forward casts the weights that are not cast; ``parts`` are those of its chunk, each with its layer."""
+        for layer, part in parts if self.shared else ():
+            if (layer, part.name) in self.held:
+                continue
+            timed, casts = self.rank.timed(part), cast_weights(part)
+            found = self.held[layer, part.name] = []
+            for number, kernel in enumerate(part.kernels):
+                for value in casts.intersection(kernel.writes):
+                    storage = self.rank.make(part.values[value].size)
+                    storage.what, storage.layer, storage.operator = "parameters", layer, part.values[value].owner
+                    found.append(storage)
+                    self.rank.run(timed[number])
+
+    def take(self, layer: int | None, part: Part) -> list[Storage] | None:
+        """A layer is recomputed: what it finds of its own, which it then holds; None if it has to cast."""
+        return self.held.pop((layer, part.name), None)
+
+    def clear(self) -> None:
+        """Autocast drops what it holds."""
+        for found in self.held.values():
+            self.rank.drop_all(found)
+        self.held = {}
 
 
 def cast_weights(part: Part) -> frozenset[int]:
@@ -46,3 +92,16 @@ def without_casts(part: Part) -> Part:
         forward=tuple(event for event in part.forward if event not in gone),
         backward=tuple(event for event in part.backward if event not in gone),
     )
+
+
+def cast_gradients(part: Part) -> dict[int, tuple[int, int]]:
+    """The kernels that cast the gradients of cast weights, each with what it reads and the gradient that it makes."""
+    if not cast_weights(part):
+        return {}
+    return {
+        number: (kernel.reads[0], kernel.writes[0])
+        for number, kernel in enumerate(part.kernels)
+        if kernel.kind == "aten::_to_copy"
+        and len(kernel.reads) == len(kernel.writes) == 1
+        and part.values[kernel.writes[0]].gradient
+    }

@@ -30,7 +30,7 @@ class Instance:
     """One run of a part: a layer and a micro-batch."""
 
     __slots__ = (
-        "calls", "departed", "due", "first", "frees", "handed", "held", "input", "input_swapped", "keeps",
+        "calls", "casts", "departed", "due", "first", "frees", "handed", "held", "input", "input_swapped", "keeps",
         "kept", "last", "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program",
         "rebuilt", "replayed", "slots", "starts", "used",
     )  # fmt: skip
@@ -74,6 +74,8 @@ class Instance:
         self.calls: dict[int, RunningCall] = {}
         self.used: dict[int, Storage] = {}
         """What was rebuilt for a node that is not done yet."""
+        self.casts: list[Storage] = []
+        """The casts of its weights that it found when it was recomputed as a whole."""
         self.input: Storage | None = None
         self.input_swapped: Swapped | None = None
         self.rebuilt = False

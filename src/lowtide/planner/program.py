@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
+from lowtide.planner.casts import cast_gradients
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.limits import MINIMUM_BYTES
 from lowtide.trace.trace import Event, Part
@@ -88,6 +89,8 @@ class Program:
     """What a checkpoint recomputes: forward, until the last tensor is saved."""
     due: frozenset[int]
     """How many operators after the part's first something is due."""
+    alone: tuple[Code, ...] = ()
+    """What a checkpoint recomputes where it does not find the weights cast."""
 
     @cached_property
     def sums(self) -> frozenset[int]:
@@ -100,14 +103,19 @@ class Program:
         )
 
     @cached_property
+    def late(self) -> Mapping[int, tuple[int, int]]:
+        """The kernels that come late where a micro-batch finds its weights cast; see [Note: late gradients]."""
+        return {} if self.whole else cast_gradients(self.part)
+
+    @cached_property
     def operators(self) -> int:
         """What a prefetch counts in."""
         return len(self.part.operators)
 
     @cached_property
     def named(self) -> Mapping[str, tuple[str, ...]]:
-        """For each event of ``forward``, ``backward`` and ``again``, the operator that is running."""
-        return {name: _named(getattr(self, name), self.part) for name in ("forward", "backward", "again")}
+        """For each event of ``forward``, ``backward``, ``again`` and ``alone``, the operator that is running."""
+        return {name: _named(getattr(self, name), self.part) for name in ("forward", "backward", "again", "alone")}
 
 
 def compile_part(

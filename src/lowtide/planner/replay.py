@@ -16,6 +16,7 @@ from itertools import repeat
 
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
+from lowtide.planner.casts import CastCache
 from lowtide.planner.instance import Instance
 from lowtide.planner.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, SYNC, USE, Code, Program
 from lowtide.planner.rank import Rank, Storage, Timed
@@ -34,8 +35,13 @@ class Player:
         self.rank = Rank(device, details=details, stop_at=stop_at, limit=limit)
         self.swapping = Swapping(self.rank)
         self.rebuilding = Rebuilding(self.rank, self.swapping)
+        self.casts = CastCache(self.rank)
         self.gradients: dict[tuple[int | None, str, int], Storage] = {}
         self._adding: dict[int, float] = {}
+        self.defers = False
+        """Whether weights are cast once for all micro-batches; see [Note: late gradients]."""
+        self.late: list[tuple[Instance, int, Storage]] = []
+        """Kernels that are to come when a micro-batch's backward ends, and what each reads."""
 
     # Forward.
 
@@ -163,9 +169,17 @@ class Player:
                 sums = program.sums
         self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
         self.swapping.start(instance.due)
+        late = program.late if self.defers and instance.micro_batch else {}
+        made_late = {made for _, made in late.values()}
         for (code, number), name in zip(program.backward, self._names(program, "backward"), strict=False):
             if name:
                 self.rank.where = (instance.layer, name, instance.micro_batch, "backward")
+            if code in (MAKE, ADD) and number in made_late:
+                continue
+            if code == RUN and number in late and (read := slots.get(late[number][0])) is not None:
+                read.count += 1
+                self.late.append((instance, number, read))
+                continue
             if code == MAKE:
                 slots[number] = self.rank.make(values[number].size)
             elif code == RUN:
@@ -193,6 +207,17 @@ class Player:
             else:
                 self.rank.drop(storage)
         return result
+
+    def end_backward(self) -> None:
+        """The nodes of a micro-batch's backward are done: now come the late ones, see [Note: late gradients]."""
+        for instance, kernel, read in self.late:
+            part, made = instance.program.part, instance.program.late[kernel][1]
+            self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
+            slots = {made: self.rank.make(part.values[made].size)}
+            self.rank.run(self.rank.timed(part)[kernel])
+            self.rank.drop(read)
+            self._add(instance, made, slots)
+        self.late = []
 
     def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
         """A sum that would have been made in place gets memory of its own."""
@@ -280,7 +305,9 @@ class Player:
             given.count += 1
             slots[part.input] = given
         where = self.rank.where
-        for (code, number), name in zip(program.again, self._names(program, "again"), strict=False):
+        found = self.casts.take(instance.layer, part)
+        codes = "alone" if self.casts.shared and found is None else "again"
+        for (code, number), name in zip(getattr(program, codes), self._names(program, codes), strict=False):
             if name:
                 self.rank.where = (instance.layer, name, instance.micro_batch, "recompute")
             if code == MAKE:
@@ -301,8 +328,13 @@ class Player:
                     storage.is_saved(part.packs[number].owner)
         self.rank.drop_all(slots.values())
         self.rank.where = where
+        if found is not None:
+            instance.casts = found
+            self.casts.clear()
 
     def _leave_input(self, instance: Instance) -> None:
+        self.rank.drop_all(instance.casts)
+        instance.casts = []
         if instance.input is not None:
             self.rank.drop(instance.input)
             instance.input = None

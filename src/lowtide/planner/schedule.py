@@ -7,12 +7,26 @@ it in backward. So a list of actions for each stage is the whole schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from lowtide.errors import PlanError
 from lowtide.planner.pipeline import Pipeline
 
-__all__ = ["HALVES", "Action", "Replay", "actions", "held_together", "in_flight", "is_folded", "position", "replay"]
+__all__ = [
+    "HALVES",
+    "Action",
+    "Replay",
+    "Transfer",
+    "actions",
+    "held_together",
+    "in_flight",
+    "is_folded",
+    "position",
+    "replay",
+    "same_stage",
+    "shortened",
+]
 
 ActionKind: TypeAlias = Literal["forward", "backward", "input", "weight"]
 
@@ -58,6 +72,16 @@ def position(pipeline: Pipeline, stage: int, chunk: int) -> int:
     return chunk * pipeline.stages + column
 
 
+def same_stage(pipeline: Pipeline, one: int, other: int) -> bool:
+    """Whether chunks with these indices are on one stage, so that nothing is sent between them."""
+
+    def stage(place: int) -> int:
+        chunk, column = divmod(place, pipeline.stages)
+        return pipeline.stages - 1 - column if is_folded(pipeline) and chunk % 2 else column
+
+    return stage(one) == stage(other)
+
+
 def actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
     """The actions of every stage, in order.
 
@@ -98,6 +122,20 @@ def held_together(stage: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
 def in_flight(schedule: Sequence[Sequence[Action]]) -> tuple[tuple[int, ...], ...]:
     """The most micro-batches that each stage holds of each of its chunks."""
     return tuple(tuple(map(max, zip(*held_together(stage), strict=True))) for stage in schedule)
+
+
+def shortened(pipeline: Pipeline) -> Pipeline:
+    """The same pipeline with fewer micro-batches, where more of them hold no more memory at one time."""
+    stages, micro_batches = pipeline.stages, pipeline.micro_batches
+    group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
+    enough = {
+        "1f1b": stages + 2,
+        "interleaved": 3 * group,
+        "zero_bubble": 3 * group if pipeline.chunks > 1 else 2 * stages + 2,
+        "zero_bubble_v": 4 * stages,
+        "dualpipe_v": 4 * stages,
+    }.get(pipeline.schedule, micro_batches)
+    return pipeline if enough >= micro_batches else replace(pipeline, micro_batches=enough)
 
 
 def replay(

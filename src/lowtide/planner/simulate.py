@@ -18,7 +18,7 @@ from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 from lowtide.planner.boundaries import boundary_bytes
 from lowtide.planner.pipeline import Pipeline
-from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, Transfer, actions, replay
+from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, Transfer, actions, replay, shortened
 from lowtide.planner.simulation import Simulation, StageSimulation
 from lowtide.planner.stage import Decided, Stage
 from lowtide.policy import (
@@ -36,7 +36,7 @@ from lowtide.policy.policy import YAML_KEYS
 from lowtide.trace.layout import Layout
 from lowtide.trace.trace import Part, Trace
 
-__all__ = ["Known", "Played", "shortened", "simulate"]
+__all__ = ["Known", "Played", "simulate"]
 
 Known: TypeAlias = "dict[object, Played]"
 """Stages that were replayed, by what they depend on."""
@@ -230,20 +230,6 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
     if pipeline.schedule in HALVES:
         notes.append("where a backward is split, a micro-batch is taken to hold its memory until the weights' half")
     return tuple(notes)
-
-
-def shortened(pipeline: Pipeline) -> Pipeline:
-    """The same pipeline with fewer micro-batches, where more of them hold no more memory at one time."""
-    stages, micro_batches = pipeline.stages, pipeline.micro_batches
-    group = micro_batches // max(1, micro_batches // stages)  # that go through a stage's chunks together
-    enough = {
-        "1f1b": stages + 2,
-        "interleaved": 3 * group,
-        "zero_bubble": 3 * group if pipeline.chunks > 1 else 2 * stages + 2,
-        "zero_bubble_v": 4 * stages,
-        "dualpipe_v": 4 * stages,
-    }.get(pipeline.schedule, micro_batches)
-    return pipeline if enough >= micro_batches else replace(pipeline, micro_batches=enough)
 
 
 def _whole_step(result: StageSimulation, optimizer: float, more: float) -> StageSimulation:

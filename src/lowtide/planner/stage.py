@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
@@ -49,15 +50,17 @@ class Stage:
         for what in ("parameters", "buffers", "optimizer"):
             for step in steps:
                 _allocate(self.rank, getattr(step.program.part.static, what), what, step.layer)
-        if all(position(pipeline, number, chunk) for chunk in range(pipeline.chunks)):
-            # Every stage has the tables of positions, not only the one that has the embedding.
-            _allocate(self.rank, trace.before.static.buffers, "buffers", None)
+        for chunk in range(pipeline.chunks):
+            if position(pipeline, number, chunk):
+                # Every chunk has the tables of positions, not only the one that has the embedding.
+                _allocate(self.rank, trace.before.static.buffers, "buffers", None)
         around = [step for step in steps if step.layer is None]
         for step in steps:
             # Where ranks share parameters, those around the layers have their gradients in one storage.
             if not any(value.gradient for one in (around if step in around else [step]) for value in one.values):
                 _allocate(self.rank, step.program.part.static.gradients, "gradients", step.layer)
-        self.casts = _cast(self.rank, steps) if _is_split(pipeline) else []
+        self.player.casts.shared = _is_split(pipeline) and any(cast_weights(step.program.part) for step in steps)
+        self.player.defers = self.player.casts.shared and pipeline.schedule not in HALVES
         self.ends = [self._ends(pipeline, place) for place in range(len(self.chunks))]
         self.running: dict[tuple[int, int], _Running] = {}
         self.most = 0
@@ -85,8 +88,10 @@ class Stage:
     def act(self, action: Action) -> None:
         """Replay an action. Of a backward in two halves all is replayed with the second."""
         before, key = self.now, (action.chunk, action.micro_batch)
+        self.player.swapping.of_chunk(action.chunk)
         if action.kind == "forward":
             chunk, ends = self.chunks[action.chunk], self.ends[action.chunk]
+            self.player.casts.fill((step.layer, step.program.part) for step in chunk)
             self.running[key] = _forward(self.player, chunk, ends, action.micro_batch)
             self.most = max(self.most, len(self.running))
             self.seconds[action] = self.now - before
@@ -98,8 +103,7 @@ class Stage:
         """The actions are over."""
         for end in self.ends:
             end.close()
-        for storage in self.casts:
-            self.rank.drop(storage)
+        self.player.casts.clear()
         before = self.now
         if optimizer:
             _optimize(self.player, self.trace, self.static)
@@ -198,8 +202,10 @@ def _compile(
     if found is None:
         if len(_compiled) >= PROGRAMS:
             del _compiled[next(iter(_compiled))]  # the oldest
-        part = without_casts(part) if split else part
-        found = compile_part(part, decisions, boundary, whole=whole, due_before=due, noticed=noticed)
+        compiled = partial(compile_part, boundary=boundary, whole=whole, due_before=due, noticed=noticed)
+        found = compiled(without_casts(part) if split else part, decisions)
+        if split and whole:
+            found = replace(found, alone=compiled(part, decisions).again)
         _compiled[key] = found
     return found
 
@@ -209,17 +215,6 @@ def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) ->
         if size:
             storage = rank.make(size)
             storage.what, storage.layer, storage.operator = what, layer, ""
-
-
-def _cast(rank: Rank, steps: Sequence[_Step]) -> list[Storage]:
-    """The weights that autocast casts once for all micro-batches."""
-    found = []
-    for step in steps:
-        for number in sorted(cast_weights(step.program.part)):
-            storage = rank.make(step.values[number].size)
-            storage.what, storage.layer, storage.operator = "parameters", step.layer, step.values[number].owner
-            found.append(storage)
-    return found
 
 
 @dataclass
@@ -280,6 +275,7 @@ def _backward(player: Player, running: _Running, ends: StageEnds) -> None:
     for instance in reversed(running.instances):
         gradient = player.backward(instance, gradient, handed)
         handed = instance.handed
+    player.end_backward()
     for storage in handed:
         if storage is not None:
             player.rank.drop(storage)

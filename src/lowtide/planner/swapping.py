@@ -120,10 +120,17 @@ class Swapping:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.schedule = Schedule(self._free)
+        self.schedules: dict[int, Schedule] = {}
+        self.schedule = self.of_chunk(0)
+        """That of the chunk that is running: each is a model of its own, with its own operators."""
         self.returning_bytes = 0
         """Of copies back that were started ahead of time and not used yet."""
         self.host_bytes = self.host_peak = self.moved = 0
+
+    def of_chunk(self, chunk: int) -> Schedule:
+        """From now on, a chunk of the stage is running."""
+        self.schedule = self.schedules.setdefault(chunk, Schedule(self._free))
+        return self.schedule
 
     def send(self, storage: Storage, label: tuple[int | None, str, int]) -> Swapped:
         """Start the copy out."""

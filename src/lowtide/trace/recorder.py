@@ -20,7 +20,7 @@ Sharded parameters are freed by resizing their storage, which is no kernel: that
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -360,6 +360,9 @@ class Recorder(TorchDispatchMode):
             self.formulas.note(result)
         if func.is_view:
             return result
+        if schema_of(func).name in _WAITS:
+            self._wait_for([self.number(tensor) for tensor in tensors_of((args, kwargs))])
+            return result
         given, made = tensors_of((args, kwargs)), tensors_of(result)
         changed = tensors_of(written_arguments(func, args, kwargs))
         self.written(changed)
@@ -375,8 +378,6 @@ class Recorder(TorchDispatchMode):
         if sent.ranks:
             changed = changed or made  # a collective's schema does not say what it fills
         fresh = [tensor for tensor in made if storage_key(tensor) not in before]
-        if schema_of(func).name in _WAITS:
-            self._wait_for(given)
         if schema_of(func).name in _FREE or not (fresh or changed):
             return result
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in [*fresh, *changed]))
@@ -420,9 +421,9 @@ class Recorder(TorchDispatchMode):
             self.note("sync", len(self.syncs))
             self.syncs.append(sync)
 
-    def _wait_for(self, tensors: list[Tensor]) -> None:
-        """The current stream waits for a collective; one that was issued just now is waited for at once."""
-        for number in dict.fromkeys(self.under_way.pop(self.number(tensor), -1) for tensor in tensors):
+    def _wait_for(self, storages: Sequence[int]) -> None:
+        """The current stream waits for collectives that fill storages: at once, for one that was issued just now."""
+        for number in dict.fromkeys(self.under_way.pop(storage, -1) for storage in storages):
             if number >= 0 and self.events[-1:] == [("run", number)]:
                 self.kernels[number] = self.kernels[number]._replace(waited=True)
             elif number >= 0:
@@ -558,7 +559,7 @@ def imagined(tensor: Tensor) -> Saved:
 _WRAPPERS = {"DTensor", "AsyncCollectiveTensor", "NestedTensor"}
 _FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
-    "aten::detach", "aten::lift_fresh", "_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors",
+    "aten::detach", "aten::lift_fresh",
 }  # fmt: skip
 
 _WAITS = {"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"}
