@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.planner.program import DONE, Program
 from lowtide.planner.rank import Storage
+from lowtide.planner.sharded import Sharing
 from lowtide.planner.swapping import Swapped
 
 __all__ = ["Instance", "RunningCall"]
@@ -32,7 +33,7 @@ class Instance:
     __slots__ = (
         "calls", "casts", "departed", "due", "first", "frees", "handed", "held", "input", "input_swapped", "keeps",
         "kept", "last", "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program",
-        "rebuilt", "replayed", "slots", "starts", "used",
+        "rebuilt", "replayed", "sharing", "slots", "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +46,7 @@ class Instance:
         passes: bool = False,
         last: bool = False,
         keeps: int | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.program, self.layer, self.micro_batch, self.offset = program, layer, micro_batch, offset
         self.last = last
@@ -54,6 +56,8 @@ class Instance:
         self.keeps = keeps
         """A value that other code holds from when it is made: a pipeline, its last stage's logits."""
         self.kept: Storage | None = None
+        self.sharing = sharing
+        """Where its parameters are gathered for all micro-batches, and its gradients added up whole."""
         self.first = 0
         self.slots: dict[int, Storage] = {}
         """What the program holds."""

@@ -21,6 +21,7 @@ from lowtide.planner.instance import Instance
 from lowtide.planner.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, SYNC, USE, Code, Program
 from lowtide.planner.rank import Rank, Storage, Timed
 from lowtide.planner.rebuild import Rebuilding
+from lowtide.planner.sharded import Accumulating
 from lowtide.planner.swapping import Swapping
 from lowtide.policy import Swap
 from lowtide.trace.trace import Kernel, Part
@@ -36,6 +37,7 @@ class Player:
         self.swapping = Swapping(self.rank)
         self.rebuilding = Rebuilding(self.rank, self.swapping)
         self.casts = CastCache(self.rank)
+        self.accumulating = Accumulating(self.rank)
         self.gradients: dict[tuple[int | None, str, int], Storage] = {}
         self._adding: dict[int, float] = {}
         self.defers = False
@@ -62,6 +64,8 @@ class Player:
         if program.whole:
             self._hold_input(instance, given)
         self._play_forward(instance)
+        if instance.sharing is not None:
+            self.accumulating.keep((instance.layer, part.name), instance.sharing, slots)
         if program.captured:
             self.rebuilding.end_capture(instance)
         if decided or swapped_input or instance.passes:
@@ -199,6 +203,8 @@ class Player:
                 self._add(instance, number, slots)
             elif code == SYNC:
                 self.rank.lanes.sync(part.syncs[number])
+        if instance.sharing is not None:
+            self.accumulating.add((instance.layer, part.name), instance.sharing, slots)
         instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
         for number, storage in slots.items():

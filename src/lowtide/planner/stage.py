@@ -16,6 +16,7 @@ from lowtide.planner.program import Program, codes_of, compile_part
 from lowtide.planner.rank import Rank, Storage
 from lowtide.planner.replay import Player
 from lowtide.planner.schedule import HALVES, Action, position
+from lowtide.planner.sharded import Sharing, sharing_of
 from lowtide.planner.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
 from lowtide.trace.trace import Part, Static, Trace, Value
@@ -105,6 +106,7 @@ class Stage:
             end.close()
         self.player.casts.clear()
         before = self.now
+        self.player.accumulating.reduce()
         if optimizer:
             _optimize(self.player, self.trace, self.static)
         self.optimizer_seconds = self.now - before
@@ -147,6 +149,10 @@ class _Step:
     offset: int = 0
     passes: bool = False
     last: bool = False
+    sharing: Sharing | None = None
+    """What FSDP does in it, where a step has several micro-batches."""
+    gathering: Program | None = None
+    """What it does in the micro-batch that gathers its parameters."""
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -159,22 +165,30 @@ def _chunk(trace: Trace, layers: Sequence[Decided], pipeline: Pipeline, stage: i
     own = pipeline.placement[stage][chunk]
     swaps = any(isinstance(one, Swap) for layer in own for one in (layers[layer][1], *layers[layer][0].values()))
     steps: list[_Step] = []
-    split = _is_split(pipeline)
     place = position(pipeline, stage, chunk)
+
+    def step(part: Part, decided: Decided, layer: int | None, offset: int, due: frozenset[int]) -> _Step:
+        split = _is_split(pipeline)
+        sharing = sharing_of(part) if split else None
+        found = partial(_compile, decided=decided, due=due, noticed=swaps and layer is not None, split=split)
+        program = found(part if sharing is None else sharing.later)
+        passes = bool(due) and (program.idle or (decided[2] and not isinstance(decided[1], Swap)))
+        gathering = None if sharing is None else found(sharing.gathering)
+        return _Step(program, layer, offset, passes, layer == own[-1], sharing, gathering)
+
+    kept: Decided = ({}, Keep(), False)
     if place == 0:
-        steps.append(_Step(_compile(trace.before, {}, Keep(), False, frozenset(), False, split), None))
+        steps.append(step(trace.before, kept, None, 0, frozenset()))
     due: frozenset[int] = frozenset()
     offset = 0
     for layer in own:
-        part = trace.parts[trace.layers[layer]]
-        decisions, boundary, whole = layers[layer]
-        program = _compile(part, decisions, boundary, whole, due, swaps, split)
-        passes = bool(due) and (program.idle or (whole and not isinstance(boundary, Swap)))
-        steps.append(_Step(program, layer, offset, passes, layer == own[-1]))
-        offset += program.operators
-        due = frozenset(number - program.operators for number in due | program.due if number > program.operators)
+        one = step(trace.parts[trace.layers[layer]], layers[layer], layer, offset, due)
+        steps.append(one)
+        offset += one.program.operators
+        count = one.program.operators
+        due = frozenset(number - count for number in due | one.program.due if number > count)
     if place == pipeline.stages * pipeline.chunks - 1:
-        steps.append(_Step(_compile(trace.after, {}, Keep(), False, frozenset(), False, split), None))
+        steps.append(step(trace.after, kept, None, 0, frozenset()))
     return tuple(steps)
 
 
@@ -188,15 +202,8 @@ PROGRAMS = 512
 _compiled: dict[Any, Program] = {}
 
 
-def _compile(
-    part: Part,
-    decisions: Mapping[str, Decision],
-    boundary: Keep | Swap,
-    whole: bool,
-    due: frozenset[int],
-    noticed: bool,
-    split: bool,
-) -> Program:
+def _compile(part: Part, decided: Decided, due: frozenset[int], noticed: bool, split: bool) -> Program:
+    decisions, boundary, whole = decided
     key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split)
     found = _compiled.get(key)
     if found is None:
@@ -235,14 +242,16 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batc
     handed: list[Storage | None] = []
     across: list[Storage | None] = []
     for step in chunk:
+        gathered = (step.layer, step.program.part.name) in player.accumulating.parameters
         instance = Instance(
-            step.program,
+            step.program if gathered or step.gathering is None else step.gathering,
             step.layer,
             micro_batch,
             step.offset,
             passes=step.passes,
             last=step.last,
             keeps=step.program.part.result if ends.split else None,
+            sharing=step.sharing,
         )
         if step.program.part.name == "after":  # what was made before the layers and is freed here
             for number, left in zip(step.program.part.across, across, strict=False):

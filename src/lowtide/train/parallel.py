@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,8 +95,13 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
         distribute_experts(model, meshes.expert)
 
 
-def apply_fsdp(model: nn.Module, layers: Iterable[nn.Module], run: Division, meshes: Meshes) -> None:
-    """Shard parameters over data-parallel ranks (FSDP2), layer by layer, if the run asks for it."""
+def apply_fsdp(
+    model: nn.Module, layers: Iterable[nn.Module], run: Division, meshes: Meshes, apart: Sequence[nn.Module] = ()
+) -> None:
+    """Shard parameters over data-parallel ranks (FSDP2), layer by layer, if the run asks for it.
+
+    What is outside the layers is gathered together, except that ``apart`` is gathered by itself.
+    """
     if run.degrees.shard == 1:
         return
     precision = MixedPrecisionPolicy()
@@ -116,6 +121,8 @@ def apply_fsdp(model: nn.Module, layers: Iterable[nn.Module], run: Division, mes
             if meshes.expert_sharded is not None and isinstance(module, Experts):
                 _shard_experts(module, run, settings | {"mesh": meshes.expert_sharded})
         fully_shard(layer, **settings)
+    if apart:
+        fully_shard(list(apart), **settings)
     fully_shard(model, **settings)
 
 

@@ -74,7 +74,9 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
             division = replace(rank, degrees=degrees)
             apply_tensor_parallel(model, division, meshes)
             apply_expert_parallel(model, meshes)
-            apply_fsdp(model, model.layers.values(), division, meshes)
+            # The first stage has what comes before the layers, the last what comes after them.
+            apart = [] if rank.degrees.pipeline == 1 else [one for one in (model.norm, model.head) if one is not None]
+            apply_fsdp(model, model.layers.values(), division, meshes, apart)
             _balance(model)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, progress)
