@@ -11,14 +11,14 @@ swap of single operators and whole layers.
 What is predicted comes from ranks that are imagined in one process: no device, no other process. What is measured is
 the model as the runner builds it, in real processes on tide. Kernels and links reach efficiencies that follow from a
 seed; the prediction is given a device as ``lowtide calibrate`` measures it, and the bandwidths of the fabric and the
-network that one gather of 64 MiB shows. The simulator shares no code with the device.
+network that one gather of 64 MiB shows. How many tokens the experts of a rank get is not predicted: it is given, as
+routers report it. The simulator shares no code with the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ from lowtide.train.traced import TracedRank, trace_rank
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from predict_cases import llama_shape, policies_for
 from stamp import stamped
-from support.predicted_ranks import Measured, given_bytes, loss_of, measured_steps
+from support.predicted_ranks import Measured, given_bytes, loss_of, measured_skew, measured_steps
 from support.ranks import Ranks
 
 LIMITS = {"peak_p95": 0.01, "peak_worst": 0.03, "time_p95": 0.03, "time_worst": 0.08}
@@ -155,24 +155,36 @@ def compare(layout: Layout, shape: DecoderShape, ranks: Ranks, rates: Rates, cou
         sequence=LENGTH,
         reshard=layout.degrees.pipeline == 1,
     )
-    with device_kernels("other"):
-        trace = trace_rank(replace(rank, loss=loss_of))
-    device, pipeline = calibrated(trace, rates), layout.pipeline
-    policies = policies_for(trace, sum(map(ord, label(layout, shape))), count)
+    skews = ranks.run(measure_skew, rank) if layout.degrees.expert > 1 else [1.0] * layout.degrees.world
+    traces = {skew: traced(replace(rank, expert_skew=skew)) for skew in dict.fromkeys(skews)}
+    devices = {skew: calibrated(trace, rates) for skew, trace in traces.items()}
+    pipeline = layout.pipeline
+    policies = policies_for(traces[skews[0]], sum(map(ord, label(layout, shape))), count)
     measured = ranks.run(measure, rank, list(policies.values()), pipeline)
-    given = given_bytes(rank, pipeline)
+    each, given = layout.degrees.world // pipeline.stages, given_bytes(rank, pipeline)
     for number, (name, policy) in enumerate(policies.items()):
-        simulated = simulate(trace, policy, device, pipeline)
-        each = layout.degrees.world // pipeline.stages
+        simulated = {skew: simulate(trace, policy, devices[skew], pipeline) for skew, trace in traces.items()}
         found = [one[number] for one in measured]
-        if os.environ.get("SHOW"):
-            print(name, simulated.seconds, [one.seconds for one in found], file=sys.stderr)
-            print([stage.peak + given for stage in simulated.stages], [one.peak for one in found], file=sys.stderr)
         yield Case(
             f"{label(layout, shape)}, {name}",
-            tuple((simulated.stages[place // each].peak + given) / one.peak - 1 for place, one in enumerate(found)),
-            simulated.seconds / max(one.seconds for one in found) - 1,
+            tuple(
+                (simulated[skew].stages[place // each].peak + given) / one.peak - 1
+                for place, (skew, one) in enumerate(zip(skews, found, strict=True))
+            ),
+            max(one.seconds for one in simulated.values()) / max(one.seconds for one in found) - 1,
         )
+
+
+def traced(rank: TracedRank) -> Trace:
+    """The Trace of a rank that is not there."""
+    with device_kernels("other"):
+        return trace_rank(replace(rank, loss=loss_of))
+
+
+def measure_skew(rank: TracedRank) -> float:
+    """On each rank: what its experts get of the tokens."""
+    use_machine()
+    return measured_skew(rank)
 
 
 def measure(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline) -> list[Measured]:

@@ -20,10 +20,11 @@ from lowtide.cost.devices import find_device
 from lowtide.cost.imagined import device_kernels
 from lowtide.models.build import build_model
 from lowtide.models.initialise import initialise
+from lowtide.models.moe import Plan
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.planner.schedule import position
 from lowtide.planner.simulate import simulate
-from lowtide.policy import Policy
+from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
@@ -78,6 +79,24 @@ def measured_steps(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipel
     """A warm step of this rank on tide, for each Policy."""
     pipeline = pipeline or pipeline_of(rank)
     return [_measured(rank, policy, pipeline) for policy in policies]
+
+
+def measured_skew(rank: TracedRank) -> float:
+    """How many times an even share of the tokens this rank's experts get in a step, as routers report it."""
+    pipeline, device = pipeline_of(rank), torch.device("tide", 0)
+    found: list[float] = []
+
+    def note(_: nn.Module, __: object, planned: Any) -> None:
+        found.append(sum(planned.received) / sum(planned.sent))
+
+    with built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), pipeline, device) as models:
+        for module in models[0].modules():
+            if isinstance(module, Plan):
+                module.register_forward_hook(
+                    lambda _, __, planned: found.append(sum(planned.received) / sum(planned.sent))
+                )
+        step_of(models, rank, pipeline, device)()
+    return sum(found) / len(found)
 
 
 def _measured(rank: TracedRank, policy: Policy, pipeline: Pipeline) -> Measured:

@@ -11,14 +11,17 @@ from lowtide.planner.allocator import Allocator, Block
 from lowtide.planner.lanes import Lanes
 from lowtide.planner.simulation import Lane, Moment, Span
 from lowtide.trace.layout import group_channel
-from lowtide.trace.trace import Kernel, Part
+from lowtide.trace.trace import READ_BY_HOST, Kernel, Part
 
 __all__ = ["Phase", "Rank", "Storage", "Timed"]
 
 Phase: TypeAlias = Literal["forward", "backward", "recompute", "optimizer"]
 
 WAITING = frozenset(
-    f"aten::{name}" for name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "equal")
+    (
+        *(f"aten::{name}" for name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "equal")),
+        READ_BY_HOST,
+    )
 )
 """Kernels whose result the host waits for."""
 

@@ -49,6 +49,7 @@ from lowtide.policy import Catalogue, Operator
 from lowtide.trace.layout import Layout
 
 __all__ = [
+    "READ_BY_HOST",
     "Call",
     "Event",
     "Kernel",
@@ -65,6 +66,9 @@ __all__ = [
 ]
 
 FORMAT = 1
+
+READ_BY_HOST = "lowtide::read_by_host"
+"""A kernel of a Trace: the host reads a tensor's values, and waits for them."""
 
 Source: TypeAlias = Literal["operator", "boundary", "root", "static"]
 """Whose value a tensor is: an operator's of the part, the part's input, something from outside, or a parameter's."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lowtide._torch_private.fake import FakeTensorMode
+from lowtide._torch_private.modes import DisableTorchFunction
 from lowtide._torch_private.training.meshes import imagined_process_group
 from lowtide.errors import TraceError
 from lowtide.models.build import build_model
@@ -25,6 +26,7 @@ from lowtide.trace.capture import capture
 from lowtide.trace.layout import Layout
 from lowtide.trace.optimizers import OptimizerName, make_optimizer
 from lowtide.trace.trace import Trace
+from lowtide.trace.waits import read_by_host
 from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.run import Degrees, Precision
@@ -50,6 +52,8 @@ class TracedRank:
     """Whether gathered parameters are freed after forward and gathered again in backward."""
     optimizer: OptimizerName = "adamw"
     """Whose states and step are traced."""
+    expert_skew: float = 1.0
+    """How many times an even share of the tokens this rank's experts get, where ranks share experts."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss of logits and labels; None for the runner's own."""
 
@@ -77,7 +81,7 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
             # The first stage has what comes before the layers, the last what comes after them.
             apart = [] if rank.degrees.pipeline == 1 else [one for one in (model.norm, model.head) if one is not None]
             apply_fsdp(model, model.layers.values(), division, meshes, apart)
-            _balance(model)
+            _balance(model, rank.expert_skew)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, progress)
         finally:
@@ -137,17 +141,20 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
     return chosen, represented_by
 
 
-def _balance(model: nn.Module) -> None:
-    """How a router will choose is not known: every rank is taken to get as many tokens as the others."""
+def _balance(model: nn.Module, skew: float) -> None:
+    """How a router will choose is not known: this rank's experts are taken to get ``skew`` times an even share."""
 
-    def even(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:
+    def lengths(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:
         ranks = len(ours)
         shares = [slots // ranks + (rank < slots % ranks) for rank in range(ranks)]
-        return shares, shares
+        with DisableTorchFunction():  # a run reads both from the device, and these are no operators of a layer
+            for counts in (ours, theirs):
+                read_by_host(counts.sum(1))
+        return shares, [round(share * skew) for share in shares]
 
     for module in model.modules():
         if isinstance(module, Plan):
-            module.lengths = even  # type: ignore[method-assign]
+            module.lengths = lengths  # type: ignore[method-assign]
 
 
 def _autocast(rank: TracedRank) -> AbstractContextManager[None]:
