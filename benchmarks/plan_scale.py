@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lowtide.cli.traced import Layout, trace_of
+from lowtide.cli.traced import LayoutOptions, trace_of
 from lowtide.config.check import check_text
 from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
@@ -45,8 +45,10 @@ from stamp import stamped
 
 GUIDE = [3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3, 2, 0]
 """Whole layers that the guide's file for deepseek-v3 recomputes in each of 16 stages."""
-DEEPSEEK = Layout(data=128, tensor=1, expert=8, pipeline=16, chunks=2, micro_batches=64, sequence=4096, samples=1)
-LLAMA_405 = Layout(data=128, tensor=8, pipeline=16, micro_batches=32, sequence=8192, samples=1)
+DEEPSEEK = LayoutOptions(
+    data=128, tensor=1, expert=8, pipeline=16, chunks=2, micro_batches=64, sequence=4096, samples=1
+)
+LLAMA_405 = LayoutOptions(data=128, tensor=8, pipeline=16, micro_batches=32, sequence=8192, samples=1)
 LLAMA_BUDGET = "72GiB"
 
 
@@ -126,7 +128,7 @@ def full() -> dict[str, Any]:
 
 def quick() -> dict[str, Any]:
     """A first look."""
-    small = traced("llama3-8b", Layout(data=8, pipeline=8, micro_batches=16, sequence=4096, samples=1))
+    small = traced("llama3-8b", LayoutOptions(data=8, pipeline=8, micro_batches=16, sequence=4096, samples=1))
     plan = small.make("24GiB")
     return {
         "quick_total_s": round(small.total, 2),
@@ -136,7 +138,7 @@ def quick() -> dict[str, Any]:
     }
 
 
-def traced(name: str, layout: Layout) -> Planned:
+def traced(name: str, layout: LayoutOptions) -> Planned:
     begin, processor = time.perf_counter(), time.process_time()
     found = trace_of(name, layout)
     planned = Planned(found.trace, found.pipeline, time.perf_counter() - begin)

@@ -92,9 +92,7 @@ def measured_skew(rank: TracedRank) -> float:
     with built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), pipeline, device) as models:
         for module in models[0].modules():
             if isinstance(module, Plan):
-                module.register_forward_hook(
-                    lambda _, __, planned: found.append(sum(planned.received) / sum(planned.sent))
-                )
+                module.register_forward_hook(note)
         step_of(models, rank, pipeline, device)()
     return sum(found) / len(found)
 

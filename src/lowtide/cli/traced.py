@@ -134,10 +134,13 @@ def _shape(source: str, layout: LayoutOptions, training: Training) -> Callable[[
         shard=1 if layout.replicate else data,
         tensor=tensor,
         expert=layout.expert or 1,
+        pipeline=layout.pipeline or 1,
         sequence_parallel=layout.sequence_parallel and tensor > 1,
     )
     pipeline = _pipeline(shape.num_layers, layout, None)
-    trace = _rank(source, shape, degrees, layout.samples or 1, layout.sequence or SEQUENCE, training)
+    samples, sequence = layout.samples or 1, layout.sequence or SEQUENCE
+    # In a pipeline parameters that were gathered stay, as in the runner unless a file says something else.
+    trace = _rank(source, shape, degrees, samples, sequence, training, reshard=pipeline.stages == 1)
     return lambda progress: _traced(trace(progress), pipeline)
 
 

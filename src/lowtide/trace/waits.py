@@ -12,7 +12,7 @@ __all__ = ["read_by_host"]
 
 @torch.library.custom_op(READ_BY_HOST, mutates_args=())
 def read_by_host(values: Tensor) -> Tensor:
-    """What stands for reading ``values`` on the host: a copy, which the host waits for."""
+    """In place of reading ``values`` on the host: a copy, which the host waits for."""
     return values.clone()
 
 
