@@ -43,7 +43,11 @@ def plan(
     The model is traced with fake tensors, the Policy is solved for and its step is simulated. Prints whether it fits,
     by how much it does not, and what the plan does. Exit code 0; 1 if nothing fits or something is wrong.
 
+    With --devices and --global-batch, and no layout, the fastest layout is searched for too; that takes minutes.
+
     Example: [bold]lowtide plan llama3-8b --budget 60GiB --device h100 --dp 8 --seq 8192 -o policy.json[/bold]
+
+    Example: [bold]lowtide plan llama3-70b --devices 64 --global-batch 512 --seq 8192 --device h100[/bold]
     """
     files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
     found = plan_inputs(inputs, tuple(files.values()))
@@ -52,14 +56,23 @@ def plan(
     if as_json:
         import json
 
+        from lowtide.cli.searched import search_as_json
         from lowtide.planner.plan_file import plan_as_json
 
-        typer.echo(json.dumps(plan_as_json(found.plan)))
+        value = plan_as_json(found.plan)
+        if found.searched is not None:
+            value["search"] = search_as_json(found.searched)
+        typer.echo(json.dumps(value))
     else:
         from lowtide.cli.console import make_console
         from lowtide.report.plan import print_plan
 
-        print_plan(found.plan, make_console())
+        console = make_console()
+        if found.searched is not None:
+            from lowtide.cli.searched import print_search
+
+            print_search(found.searched, console)
+        print_plan(found.plan, console)
     for line in filter(None, written):
         typer.echo(line, err=as_json)
     if not found.plan.feasible or not all(written):
@@ -69,6 +82,7 @@ def plan(
 def _write(what: str, file: Path, found: Planned, source: str) -> str | None:
     """Write one of the files and return the line that says so; prints the error if that fails, and returns None, so
     that the others are written all the same."""
+    from lowtide.cli.searched import layouts_of
     from lowtide.errors import LowtideError, PlanError
     from lowtide.planner.plan_file import save_plan
     from lowtide.report.page import write_page
@@ -83,7 +97,7 @@ def _write(what: str, file: Path, found: Planned, source: str) -> str | None:
                 raise PlanError("MindSpore YAML cannot say this Policy; -o writes it as JSON")
             file.write_text(result.yaml, encoding="utf-8")
         elif what == "page":
-            write_page(file, result, given=given_text(source))
+            write_page(file, result, given=given_text(source), layouts=layouts_of(found.searched))
         elif what == "perfetto":
             write_perfetto(result.simulation, file)
         elif what == "trace":

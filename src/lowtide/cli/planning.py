@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lowtide.cli.traced import LayoutOptions, Traced, Training
     from lowtide.cost.device import Device
     from lowtide.planner.plan import Option, Plan
     from lowtide.trace.optimizers import OptimizerName
     from lowtide.train.run import DataType
+    from lowtide.train.search import Searched
 
 __all__ = ["Inputs", "Planned", "given_text", "plan_inputs", "takes_inputs"]
 
@@ -118,6 +121,10 @@ class Inputs(NamedTuple):
     chunks: Annotated[int | None, _count("--vpp", "Virtual stages of each stage.")] = None
     expert: Annotated[int | None, _count("--ep", "Expert-parallel ranks.")] = None
     micro_batches: Annotated[int | None, _count("--micro-batches", "Micro-batches of a step, for each rank.")] = None
+    devices: Annotated[
+        int | None, _count("--devices", "Search layouts of this many devices, with the best Policy of each.")
+    ] = None
+    global_batch: Annotated[int | None, _count("--global-batch", "Samples of a step, for such a search.")] = None
     sequence: Annotated[int | None, _count("--seq", "Tokens of a sample.")] = None
     samples: Annotated[int | None, _count("--micro-batch-size", "Samples of a micro-batch.")] = None
     schedule: Annotated[
@@ -205,6 +212,8 @@ class Planned(NamedTuple):
     traced: Traced
     device: Device
     plan: Plan
+    searched: Searched | None = None
+    """What the layout was chosen from, where it was searched for."""
 
 
 def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
@@ -231,6 +240,8 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
         budget = parse_budget(inputs.budget) if inputs.budget is not None else None
         host_memory = parse_bytes(inputs.host_memory) if inputs.host_memory is not None else None
         _check_directories(files)
+        if inputs.devices is not None or inputs.global_batch is not None:
+            return _search(inputs, budget, console)
         here = is_torch_device(inputs.device)
         device = None if here else find_device(inputs.device)
         trace = prepare(inputs.source, inputs.layout, inputs.training)
@@ -259,6 +270,50 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     return Planned(traced, device, plan)
+
+
+def _search(inputs: Inputs, budget: int | None, console: Console) -> Planned:
+    """The plan of the fastest layout of so many devices."""
+    from dataclasses import replace
+
+    from lowtide.cli.traced import SEQUENCE, Traced
+    from lowtide.cost.devices import find_device
+    from lowtide.errors import PlanError
+    from lowtide.models.known import find_shape
+    from lowtide.train.run import Precision
+    from lowtide.train.search import Asked, search, traced_rank
+
+    if inputs.devices is None or inputs.global_batch is None:
+        raise PlanError("a search for a layout needs both --devices and --global-batch")
+    fixed = {"--dp": inputs.data, "--tp": inputs.tensor, "--pp": inputs.pipeline, "--vpp": inputs.chunks}
+    fixed |= {"--ep": inputs.expert, "--micro-batches": inputs.micro_batches, "--micro-batch-size": inputs.samples}
+    given = [name for name, value in fixed.items() if value is not None]
+    if given:
+        raise PlanError(f"--devices searches for the layout: leave out {', '.join(given)}, or leave out --devices")
+    shape, device = find_shape(inputs.source), find_device(inputs.device)
+    sequence = inputs.sequence or SEQUENCE
+    training = inputs.training
+    asked = Asked(
+        name=inputs.source,
+        shape=replace(shape, max_position_embeddings=max(sequence, shape.max_position_embeddings)),
+        device=device,
+        budget=budget if budget is not None else device.budget,
+        devices=inputs.devices,
+        global_batch=inputs.global_batch,
+        sequence=sequence,
+        precision=Precision(parameters=training.dtype or "float32", compute=training.autocast or "bfloat16"),
+        swap=not inputs.no_swap,
+        recompute=not inputs.no_recompute,
+    )
+    with console.status("searching layouts") as status:  # shown on a terminal only
+        searched = search(asked, progress=status.update)
+        if not searched.found:
+            why = "; ".join(f"{count} because {why}" for why, count in searched.reasons.items())
+            raise PlanError(f"{inputs.source} has no layout that fits {inputs.devices} devices: {why}")
+        best = searched.found[0]
+        trace = traced_rank(asked, best.candidate)
+    traced = Traced(replace(trace, pipeline=best.plan.pipeline), best.plan.pipeline, None)
+    return Planned(traced, device, best.plan, searched)
 
 
 def _check_directories(files: Sequence[Path | None]) -> None:

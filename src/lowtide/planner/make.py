@@ -75,12 +75,14 @@ def make_plan(
     recompute: bool = True,
     host_memory: int | None = None,
     fixed: Policy | None = None,
+    polish: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The fastest Policy whose simulated memory is within ``budget`` on every stage's device.
 
     ``swap`` and ``recompute`` say what may be used, ``host_memory`` how much of a node's memory swaps may take, and
-    ``fixed`` what is decided already. If nothing fits, the Plan says so and how much is needed.
+    ``fixed`` what is decided already. Without ``polish`` what the solver finds is not improved further. If nothing
+    fits, the Plan says so and how much is needed.
 
     ``plan = make_plan(Trace.load("trace.json"), "60GiB", "h100")``
     """
@@ -116,7 +118,7 @@ def make_plan(
         solve_seconds = time.perf_counter() - begin - search.simulating
         bound = search.bound(kept, seconds, swap=swap, recompute=recompute)
     options += found.options
-    if pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
+    if polish and pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
         progress("polishing")
         costs = [layer_cost(part, seconds) for part in trace.parts]
         options += search.polished(options, costs, options[0].simulation, swap=swap)

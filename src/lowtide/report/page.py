@@ -18,6 +18,7 @@ from lowtide.planner.simulation import StageSimulation
 from lowtide.report.adapt_page import adaptive_events, adaptive_figures, adaptive_sentence
 from lowtide.report.axes import Figure
 from lowtide.report.charts import curve_figure, grid_figure, stage_memory_figure, stage_time_figure
+from lowtide.report.layouts import LayoutsFound, layouts_table
 from lowtide.report.prediction import measured_stage, predictions
 from lowtide.report.run import Run
 from lowtide.report.tables import (
@@ -40,12 +41,21 @@ from lowtide.units import format_bytes, format_seconds
 __all__ = ["make_page", "write_page"]
 
 
-def write_page(file: str | Path, plan: Plan | None = None, run: Run | None = None, given: str | None = None) -> None:
-    """Write the page of a plan, a run, or both into a file; ``given`` is the text of the YAML file that was planned."""
-    Path(file).write_text(make_page(plan, run, given), encoding="utf-8")
+def write_page(
+    file: str | Path,
+    plan: Plan | None = None,
+    run: Run | None = None,
+    given: str | None = None,
+    layouts: LayoutsFound | None = None,
+) -> None:
+    """Write the page of a plan, a run, or both into a file; ``given`` is the text of the YAML file that was planned,
+    ``layouts`` what the plan's layout was chosen from."""
+    Path(file).write_text(make_page(plan, run, given, layouts), encoding="utf-8")
 
 
-def make_page(plan: Plan | None = None, run: Run | None = None, given: str | None = None) -> str:
+def make_page(
+    plan: Plan | None = None, run: Run | None = None, given: str | None = None, layouts: LayoutsFound | None = None
+) -> str:
     """The page as HTML text. It asks no other host for anything."""
     if plan is None and run is None:
         raise ReportError("a report needs a plan or a run; there is neither")
@@ -53,7 +63,7 @@ def make_page(plan: Plan | None = None, run: Run | None = None, given: str | Non
     if run is not None and run.adaptive is not None:
         figures |= adaptive_figures(run.adaptive)
     title = headline(plan) if plan is not None else _run_headline(run)
-    body = "".join(_sections(plan, run, given, figures))
+    body = "".join(_sections(plan, run, given, figures, layouts))
     home = files("lowtide.report")
     data = _packed(json.dumps(figures, separators=(",", ":")))
     return (
@@ -121,9 +131,15 @@ def _end(stage: StageSimulation, run: Run | None) -> float:
 
 
 def _sections(
-    plan: Plan | None, run: Run | None, given: str | None, figures: dict[str, Figure | list[Figure]]
+    plan: Plan | None,
+    run: Run | None,
+    given: str | None,
+    figures: dict[str, Figure | list[Figure]],
+    layouts: LayoutsFound | None,
 ) -> Iterator[str]:
     yield _header(plan, run)
+    if layouts is not None:
+        yield _section("layouts", "Layouts", f"{layouts.sentence}.", layouts_table(layouts))
     if run is not None and run.adaptive is not None:
         charts = [
             _chart(name, label)

@@ -1,0 +1,150 @@
+"""The layouts that a model can be trained in on some devices, and the least time and memory that each can take.
+
+[Note: what a layout takes at least]
+Time: the parameters that a token meets take six FLOPs each, at the best share of the device's peak that matrix products
+reach, and causal attention six for each token before it and each column of its heads. In a pipeline the stages also
+wait for the first and the last micro-batch. Tensor parallel with sequence parallel adds the collectives that nothing
+overlaps. Every other kernel is left out, so no Policy is faster, as the simulator counts. Memory: parameters, gradients
+and AdamW's states of the fullest share. In a pipeline torch's FSDP also holds gathered parameters and whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.cost.device import Device
+from lowtide.cost.kernel import peak_rate
+from lowtide.cost.kernels import ATTENTION, MATMUL
+from lowtide.errors import PlanError
+from lowtide.models.shape import DecoderShape
+from lowtide.planner.pipeline import Pipeline, even_pipeline
+from lowtide.train.degrees import check_degrees
+from lowtide.train.run import Degrees
+
+__all__ = ["Candidate", "Size", "candidates", "least_memory", "least_seconds"]
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One layout, with its micro-batches."""
+
+    degrees: Degrees
+    chunks: int = 1
+    samples: int = 1
+    """Samples of a micro-batch."""
+    micro_batches: int = 1
+
+    def pipeline(self, layers: int) -> Pipeline:
+        """Its stages."""
+        return even_pipeline(layers, self.degrees.pipeline, self.chunks, self.micro_batches)
+
+    def __str__(self) -> str:
+        degrees = self.degrees
+        sharded = f"fsdp {degrees.shard}" if degrees.replicate == 1 else f"hsdp {degrees.replicate}x{degrees.shard}"
+        parts = [
+            f"tp {degrees.tensor}" if degrees.tensor > 1 else "",
+            f"pp {degrees.pipeline}" if degrees.pipeline > 1 else "",
+            f"vpp {self.chunks}" if self.chunks > 1 else "",
+            f"ep {degrees.expert}" if degrees.expert > 1 else "",
+            sharded if degrees.data > 1 else "",
+            f"{self.micro_batches} x {self.samples}",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How many parameters a model has, in thirds: they are shared in other ways."""
+
+    layers: int
+    """Of all layers, experts aside."""
+    experts: int
+    """Of all routed experts."""
+    around: int
+    """Of the embedding and the head."""
+    active: int
+    """Those of the layers that one token meets."""
+
+
+def candidates(
+    shape: DecoderShape, devices: int, global_batch: int, sequence: int, devices_per_node: int
+) -> Iterator[Candidate]:
+    """Every layout of ``devices`` for steps of ``global_batch`` samples that the runner has."""
+    for tensor in _powers(min(devices, devices_per_node)):
+        for stages in _divisors(devices // tensor):
+            data = devices // tensor // stages
+            if stages > shape.num_layers or global_batch % data or devices % tensor:
+                continue
+            for expert in _powers(data) if shape.experts is not None else (1,):
+                for replicate in _copies(data, tensor, expert, stages, devices_per_node):
+                    degrees = Degrees(
+                        replicate=replicate,
+                        shard=data // replicate,
+                        pipeline=stages,
+                        tensor=tensor,
+                        expert=expert,
+                        sequence_parallel=tensor > 1,
+                    )
+                    try:
+                        check_degrees("", shape, degrees, sequence)
+                    except PlanError:
+                        continue
+                    yield from _micro_batches(shape, degrees, global_batch // data)
+
+
+def _micro_batches(shape: DecoderShape, degrees: Degrees, samples: int) -> Iterator[Candidate]:
+    stages = degrees.pipeline
+    for size in MICRO_BATCH_SIZES:
+        count, left = divmod(samples, size)
+        if left or count < stages:
+            continue
+        for chunks in CHUNKS if stages > 1 else (1,):
+            # Interleaved stages take micro-batches in rounds of as many as there are stages.
+            if shape.num_layers >= stages * chunks and (chunks == 1 or count % stages == 0):
+                yield Candidate(degrees=degrees, chunks=chunks, samples=size, micro_batches=count)
+
+
+def _copies(data: int, tensor: int, expert: int, stages: int, devices_per_node: int) -> tuple[int, ...]:
+    """How many groups of ranks have copies of the parameters: one, or one for each node where the runner has HSDP."""
+    nodes = data // devices_per_node
+    plain = tensor == expert == stages == 1
+    return (1, nodes) if plain and nodes > 1 and data % devices_per_node == 0 else (1,)
+
+
+def least_seconds(
+    candidate: Candidate, size: Size, shape: DecoderShape, device: Device, dtype: str, sequence: int
+) -> float:
+    """No Policy in this layout has a faster step. See [Note: what a layout takes at least]."""
+    degrees, stages = candidate.degrees, candidate.degrees.pipeline
+    shares, tokens, rate = device.efficiency, candidate.samples * sequence, peak_rate(device, dtype)
+    products = max((share for name, share in shares.items() if name in ("matmul", *MATMUL)), default=1.0)
+    attention = max((share for name, share in shares.items() if name in ("attention", *ATTENTION)), default=1.0)
+    columns = shape.num_attention_heads * shape.head_dim * shape.num_layers
+    flops = size.active / products + (sequence / 2) * columns / attention
+    compute = 6 * flops / stages * tokens / degrees.tensor / rate
+    sent = 8 * shape.num_layers / stages * tokens * shape.hidden_size * 2 * (degrees.tensor - 1) / degrees.tensor
+    collectives = sent / (device.interconnect * device.efficiency.get("collective", 1.0))
+    rounds = candidate.micro_batches + (stages - 1) / candidate.chunks
+    return (compute + collectives) * rounds
+
+
+def least_memory(candidate: Candidate, size: Size) -> int:
+    """Bytes of the fullest device without any activation. See [Note: what a layout takes at least]."""
+    degrees = candidate.degrees
+    dense, experts = size.layers / degrees.pipeline / degrees.tensor, size.experts / degrees.pipeline / degrees.expert
+    around = size.around / degrees.tensor / (2 if degrees.pipeline > 1 else 1)
+    static = 16 * ((dense + around) / degrees.shard + experts / (degrees.shard // degrees.expert))
+    whole = (2 + 4) * (dense + experts + around) if degrees.pipeline > 1 and degrees.shard > 1 else 0
+    return round(static + whole)
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    return tuple(1 << power for power in range(most.bit_length()) if most % (1 << power) == 0)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(one for one in range(1, number + 1) if number % one == 0)

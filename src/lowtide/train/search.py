@@ -1,0 +1,253 @@
+"""Search for the fastest layout of a model on some devices, with the best Policy of each.
+
+[Note: what is looked at]
+A layout's least time is first known from its FLOPs and collectives, then from its step with everything kept, which no
+Policy makes faster, then from its plan. What is looked at next is the one that is expected to be the fastest: FLOPs and
+collectives make up a share of a step that is learned from the layouts that were traced. The search ends when there are
+enough for a table and the least time of each layout that is not planned is more than the fastest plan's. The others of
+the table are the best that were met on the way; the plan of the fastest alone is polished.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+from typing import NamedTuple, TypeAlias
+
+from lowtide.cost.device import Device
+from lowtide.errors import LowtideError, PlanError
+from lowtide.models.shape import DecoderShape
+from lowtide.planner.plan import Plan
+from lowtide.trace.trace import Trace
+from lowtide.train.candidates import Candidate, Size, candidates, least_memory, least_seconds
+from lowtide.train.run import Precision
+from lowtide.units import format_bytes
+
+__all__ = ["Asked", "Found", "LeftOut", "Searched", "evaluate", "search", "size_of", "traced_rank"]
+
+SHOWN = 10
+"""Layouts in the table."""
+NEAR = 1.2
+"""While there are fewer, others are planned that may be this much slower than the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is searched for."""
+
+    name: str
+    shape: DecoderShape
+    device: Device
+    budget: int
+    devices: int
+    global_batch: int
+    sequence: int
+    precision: Precision
+    swap: bool = True
+    recompute: bool = True
+
+
+class Found(NamedTuple):
+    """A layout that fits, and its plan."""
+
+    candidate: Candidate
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """Of its step."""
+        return self.plan.simulation.seconds
+
+
+class LeftOut(NamedTuple):
+    """A layout that is not among the best."""
+
+    candidate: Candidate
+    why: str
+    """In a few words, the same for all that fall away for the same reason."""
+    detail: str = ""
+
+
+_Outcome: TypeAlias = "Plan | LeftOut | float"
+
+
+class _Waiting(NamedTuple):
+    """A layout that is to be looked at."""
+
+    candidate: Candidate
+    least: float
+    """No Policy has a faster step."""
+    kept: bool = False
+    """Whether that is the step with everything kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search found."""
+
+    asked: Asked
+    found: tuple[Found, ...]
+    """The layouts that fit, the fastest first."""
+    left_out: tuple[LeftOut, ...]
+    traced: int
+    """How many were traced and simulated."""
+    seconds: float
+
+    @property
+    def proved(self) -> bool:
+        """Whether every other layout was planned, or cannot be faster, as the simulator counts."""
+        return not any(one.why == "the time was up" for one in self.left_out)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why layouts fell away, and how many each time."""
+        return dict(Counter(one.why for one in self.left_out).most_common())
+
+
+def size_of(shape: DecoderShape) -> Size:
+    """How many parameters a model has."""
+    import torch
+
+    from lowtide.models.build import build_model
+
+    with torch.device("meta"):
+        model = build_model(shape)
+    layers = experts = 0
+    for name, parameter in model.layers.named_parameters():
+        if ".experts." in name and "shared" not in name:
+            experts += parameter.numel()
+        else:
+            layers += parameter.numel()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    share = shape.experts.chosen / shape.experts.count if shape.experts is not None else 0.0
+    return Size(layers=layers, experts=experts, around=total - layers - experts, active=round(layers + experts * share))
+
+
+def search(
+    asked: Asked,
+    *,
+    seconds: float = 540.0,
+    workers: int | None = None,
+    always: Sequence[Candidate] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Searched:
+    """Look for the fastest layout for at most about ``seconds``.
+
+    ``always`` are layouts that are planned first, whatever is known of them.
+    """
+    begin = time.monotonic()
+    size, left_out = size_of(asked.shape), list[LeftOut]()
+    waiting: list[_Waiting] = []
+    for one in candidates(
+        asked.shape, asked.devices, asked.global_batch, asked.sequence, asked.device.devices_per_node
+    ):
+        needed = least_memory(one, size)
+        if needed > asked.budget and one not in always:
+            left_out.append(LeftOut(one, "its parameters, gradients and states do not fit", format_bytes(needed)))
+            continue
+        least = least_seconds(one, size, asked.shape, asked.device, asked.precision.compute, asked.sequence)
+        waiting.append(_Waiting(one, least))
+    if not waiting:
+        raise PlanError(_nothing(asked, left_out))
+    found, traced, ratios = list[Found](), set[Candidate](), [1.4]
+    count = workers or os.cpu_count() or 1
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running: dict[Future[_Outcome], _Waiting] = {}
+        while waiting or running:
+            fastest = min((one.seconds for one in found), default=inf)
+            limit = fastest * (1.0 if len(found) >= SHOWN else NEAR)
+            late = time.monotonic() - begin > seconds
+            for item in [one for one in waiting if one.candidate not in always and (late or one.least > limit)]:
+                waiting.remove(item)
+                slower = "slower even with all kept" if item.kept else "its FLOPs and collectives take longer"
+                why = slower if item.least > fastest else "the time was up"
+                left_out.append(LeftOut(item.candidate, why, f"at least {item.least:.3g} s"))
+            usual = median(ratios)
+            waiting.sort(key=lambda item: (item.candidate not in always, item.least * (1.0 if item.kept else usual)))
+            while waiting and len(running) < count:
+                item = waiting.pop(0)
+                plan = item.kept or item.candidate in always
+                running[pool.submit(evaluate, asked, item.candidate, plan=plan)] = item
+                traced.add(item.candidate)
+            progress(f"layouts: {len(traced)} traced, {len(found)} fit, {len(left_out)} left out, {len(waiting)} to go")
+            done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set[Future[_Outcome]](), None)
+            for future in done:
+                item, outcome = running.pop(future), future.result()
+                if isinstance(outcome, LeftOut):
+                    left_out.append(outcome)
+                elif isinstance(outcome, float):
+                    ratios.append(outcome / item.least)
+                    waiting.append(_Waiting(item.candidate, outcome, kept=True))
+                else:
+                    found.append(Found(item.candidate, outcome))
+    found.sort(key=lambda one: one.seconds)
+    if found and time.monotonic() - begin < seconds / 2:
+        progress("polishing the fastest")
+        best = evaluate(asked, found[0].candidate, polish=True)
+        if isinstance(best, Plan) and best.simulation.seconds < found[0].seconds:
+            found[0] = Found(found[0].candidate, best)
+    return Searched(
+        asked=asked,
+        found=tuple(found),
+        left_out=tuple(left_out),
+        traced=len(traced),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _nothing(asked: Asked, left_out: Sequence[LeftOut]) -> str:
+    if left_out:
+        return (
+            f"{asked.name} does not fit on {asked.devices} devices in any layout: parameters, gradients and AdamW's"
+            f" states alone take more than {format_bytes(asked.budget)} of a device; use more devices"
+        )
+    return (
+        f"no layout of {asked.devices} devices goes with steps of {asked.global_batch} samples: data-parallel ranks"
+        " must divide them; change --global-batch or --devices"
+    )
+
+
+def evaluate(asked: Asked, candidate: Candidate, *, plan: bool = True, polish: bool = False) -> _Outcome:
+    """The plan of a layout, or why it has none; without ``plan``, the seconds of its step with everything kept, unless
+    that fits and so is the plan. With ``polish`` the plan is improved further."""
+    from lowtide.planner.make import make_plan
+    from lowtide.planner.simulate import simulate
+    from lowtide.policy import LayerPolicy, Policy
+
+    try:
+        trace = traced_rank(asked, candidate)
+        pipeline = candidate.pipeline(len(trace.layers))
+        kept = simulate(trace, Policy((LayerPolicy(),) * len(trace.layers)), asked.device, pipeline)
+        if not plan and kept.reserved > asked.budget:
+            return kept.seconds
+        made = make_plan(
+            trace, asked.budget, asked.device, pipeline, swap=asked.swap, recompute=asked.recompute, polish=polish
+        )
+    except LowtideError as error:
+        return LeftOut(candidate, "it cannot be planned", str(error))
+    return made if made.feasible else LeftOut(candidate, "no Policy fits", format_bytes(made.least))
+
+
+def traced_rank(asked: Asked, candidate: Candidate) -> Trace:
+    """The Trace of a rank in a layout, as the runner would train it."""
+    from lowtide.cost.imagined import device_kernels
+    from lowtide.cost.kernels import family_of
+    from lowtide.train.traced import TracedRank, trace_rank
+
+    rank = TracedRank(
+        shape=asked.shape,
+        degrees=candidate.degrees,
+        precision=asked.precision,
+        samples=candidate.samples,
+        sequence=asked.sequence,
+        reshard=candidate.degrees.pipeline == 1,
+    )
+    with device_kernels(family_of(asked.device.name)):
+        return trace_rank(rank, name=asked.name)

@@ -1,0 +1,112 @@
+"""The search for a layout: what is considered, what is left out, and that nothing faster is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli.main import app
+from lowtide.cost.devices import find_device
+from lowtide.errors import PlanError
+from lowtide.models.shape import DecoderShape
+from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
+from lowtide.train.candidates import Candidate, candidates, least_memory, least_seconds
+from lowtide.train.exports import megatron, run_yaml, torchtitan
+from lowtide.train.run import Degrees, Precision
+from lowtide.train.search import Asked, LeftOut, evaluate, search, size_of
+
+SHAPE = DecoderShape(
+    vocab_size=512, hidden_size=256, num_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64,
+    intermediate_size=512, max_position_embeddings=512,
+)  # fmt: skip
+DEVICE = replace(find_device("h100"), devices_per_node=2)
+ASKED = Asked(
+    name="small", shape=SHAPE, device=DEVICE, budget=64 << 20, devices=4, global_batch=8, sequence=512,
+    precision=Precision(parameters="float32", compute="bfloat16"),
+)  # fmt: skip
+
+
+def all_of(asked: Asked) -> list[Candidate]:
+    return list(
+        candidates(asked.shape, asked.devices, asked.global_batch, asked.sequence, asked.device.devices_per_node)
+    )
+
+
+def test_every_layout_has_all_devices_and_all_samples() -> None:
+    found = all_of(ASKED)
+    assert len(found) == len(set(found)) > 10
+    for one in found:
+        assert one.degrees.world == 4
+        assert one.degrees.data * one.samples * one.micro_batches == 8
+        assert one.degrees.tensor <= 2
+    assert {one.degrees.pipeline for one in found} == {1, 2, 4}
+    assert any(one.chunks == 2 for one in found)
+    assert any(one.degrees.replicate == 2 for one in found)
+
+
+def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take() -> None:
+    size = size_of(SHAPE)
+    roomy = replace(ASKED, budget=8 << 30)
+    for candidate in all_of(ASKED)[::6]:
+        plan = evaluate(roomy, candidate)
+        assert not isinstance(plan, (LeftOut, float))
+        assert least_seconds(candidate, size, SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
+        assert least_memory(candidate, size) <= plan.simulation.reserved
+
+
+def test_the_fastest_of_all_layouts_is_found() -> None:
+    few = replace(ASKED, devices=2, global_batch=4)
+    searched = search(few, workers=1)
+    assert searched.proved
+    plans = [evaluate(few, one) for one in all_of(few)]
+    best = min(one.simulation.seconds for one in plans if not isinstance(one, (LeftOut, float)))
+    assert searched.found[0].seconds <= best * (1 + 1e-9)
+    assert len(searched.found) + len(searched.left_out) == len(plans)
+
+
+def test_nothing_fits_and_nothing_divides() -> None:
+    with pytest.raises(PlanError, match="does not fit on 4 devices in any layout"):
+        search(replace(ASKED, budget=1 << 20), workers=1)
+    with pytest.raises(PlanError, match="data-parallel ranks must divide"):
+        search(replace(ASKED, global_batch=1, shape=replace(SHAPE, num_layers=1)), workers=1)
+
+
+def test_a_layout_in_the_words_of_other_trainers() -> None:
+    candidate = Candidate(
+        degrees=Degrees(shard=2, tensor=2, pipeline=2, sequence_parallel=True), chunks=2, samples=1, micro_batches=4
+    )
+    whole = Policy((LayerPolicy(default=Recompute()),) * 4)
+    titan = torchtitan(candidate, whole, 8, 512)
+    assert "--parallelism.pipeline_parallel_schedule=Interleaved1F1B" in titan.flags
+    assert "--activation_checkpoint.mode=full" in titan.flags
+    assert titan.unsaid == ()
+    other = megatron(candidate, Policy((LayerPolicy(rules=(Rule(Pattern("add"), Recompute()),)),) * 4), 8, 512, 4)
+    assert "--num-layers-per-virtual-pipeline-stage 1" in other.flags
+    assert len(other.unsaid) == 2
+    assert "pipeline_interleave: true" in run_yaml(candidate, 512)
+
+
+def test_a_search_is_refused_with_a_layout_or_without_a_batch() -> None:
+    for given, said in (
+        (["--devices", "8"], "needs both --devices and --global-batch"),
+        (["--devices", "8", "--global-batch", "64", "--tp", "2"], "leave out --tp"),
+    ):
+        result = CliRunner().invoke(app, ["plan", "llama3-8b", *given])
+        assert result.exit_code == 1
+        assert said in result.output
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_layouts_and_writes_the_page(tmp_path: pytest.TempPathFactory) -> None:
+    page = f"{tmp_path}/page.html"
+    given = ["plan", "llama3-8b", "--devices", "8", "--global-batch", "16", "--seq", "1024", "--html", page, "--json"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0
+    value = json.loads(result.stdout)
+    assert value["search"]["layouts"]
+    assert value["search"]["exports"]["megatron"]["flags"]
+    with open(page, encoding="utf-8") as file:
+        assert "layouts considered" in file.read()
