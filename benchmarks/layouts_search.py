@@ -49,7 +49,7 @@ CASES = (
         512,
         8192,
         500,
-        (Candidate(degrees=Degrees(shard=8, tensor=8, sequence_parallel=True), samples=1, micro_batches=64),),
+        (Candidate(degrees=Degrees(shard=8, tensor=8, sequence_parallel=True), samples=8, micro_batches=8),),
     ),
     Case(
         "deepseek-v3",

@@ -37,7 +37,17 @@ GROUPS = {
         "zero_code",
         "check_fuzz",
     ),
-    "Memory and speed": ("at_a_budget", "runtime", "plan_quality", "plan_scale", "predict", "moe", "runner"),
+    "Memory and speed": (
+        "at_a_budget",
+        "runtime",
+        "plan_quality",
+        "plan_scale",
+        "predict",
+        "predict_ranks",
+        "layouts_search",
+        "moe",
+        "runner",
+    ),
     "Surviving": ("adaptive", "adaptive_lengths", "adaptive_long", "adaptive_overhead", "oom_sweep", "crash"),
     "Tools": ("check_start",),
 }

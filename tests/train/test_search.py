@@ -82,10 +82,10 @@ def test_a_layout_in_the_words_of_other_trainers() -> None:
     titan = torchtitan(candidate, whole, 8, 512)
     assert "--parallelism.pipeline_parallel_schedule=Interleaved1F1B" in titan.flags
     assert "--activation_checkpoint.mode=full" in titan.flags
-    assert titan.unsaid == ()
+    assert titan.missing == ()
     other = megatron(candidate, Policy((LayerPolicy(rules=(Rule(Pattern("add"), Recompute()),)),) * 4), 8, 512, 4)
     assert "--num-layers-per-virtual-pipeline-stage 1" in other.flags
-    assert len(other.unsaid) == 2
+    assert len(other.missing) == 2
     assert "pipeline_interleave: true" in run_yaml(candidate, 512)
 
 

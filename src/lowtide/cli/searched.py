@@ -71,6 +71,6 @@ def print_search(searched: Searched, console: Console) -> None:
             console.print(f"the fastest, for lowtide train:\n{value}", end="")
             continue
         console.print(f"for {name}: {' '.join(value['flags'])}")
-        for one in value["unsaid"]:
+        for one in value["missing"]:
             console.print(f"  not said there: {one}")
     console.print()

@@ -14,7 +14,7 @@ class Export(NamedTuple):
     """Flags, and what they do not say."""
 
     flags: tuple[str, ...]
-    unsaid: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 def torchtitan(candidate: Candidate, policy: Policy, global_batch: int, sequence: int) -> Export:
@@ -22,7 +22,7 @@ def torchtitan(candidate: Candidate, policy: Policy, global_batch: int, sequence
     degrees = candidate.degrees
     schedule = "Interleaved1F1B" if candidate.chunks > 1 else "1F1B"
     local = candidate.samples * (candidate.micro_batches if degrees.pipeline > 1 else 1)
-    mode, unsaid = _checkpointing(policy)
+    mode, missing = _checkpointing(policy)
     flags = [
         f"--parallelism.data_parallel_replicate_degree={degrees.replicate}",
         f"--parallelism.data_parallel_shard_degree={degrees.shard}",
@@ -39,13 +39,13 @@ def torchtitan(candidate: Candidate, policy: Policy, global_batch: int, sequence
             f"--parallelism.pipeline_parallel_schedule={schedule}",
             f"--parallelism.pipeline_parallel_microbatch_size={candidate.samples}",
         ]
-    return Export(tuple(flags), unsaid)
+    return Export(tuple(flags), missing)
 
 
 def megatron(candidate: Candidate, policy: Policy, global_batch: int, sequence: int, layers: int) -> Export:
     """The flags of Megatron-LM for a layout and a Policy."""
     degrees = candidate.degrees
-    mode, unsaid = _checkpointing(policy)
+    mode, missing = _checkpointing(policy)
     flags = [
         f"--tensor-model-parallel-size {degrees.tensor}",
         f"--pipeline-model-parallel-size {degrees.pipeline}",
@@ -63,10 +63,10 @@ def megatron(candidate: Candidate, policy: Policy, global_batch: int, sequence: 
         flags.append("--use-torch-fsdp2")
     elif degrees.shard > 1:
         flags.append("--use-distributed-optimizer")
-        unsaid = (*unsaid, "parameters and gradients sharded together with pipeline stages (FSDP): only states are")
+        missing = (*missing, "parameters and gradients sharded together with pipeline stages (FSDP): only states are")
     if mode == "full":
         flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    return Export(tuple(flags), unsaid)
+    return Export(tuple(flags), missing)
 
 
 def run_yaml(candidate: Candidate, sequence: int) -> str:

@@ -3,9 +3,9 @@
 [Note: what is looked at]
 A layout's least time is first known from its FLOPs and collectives, then from its step with everything kept, which no
 Policy makes faster, then from its plan. What is looked at next is the one that is expected to be the fastest: FLOPs and
-collectives make up a share of a step that is learned from the layouts that were traced. The search ends when there are
-enough for a table and the least time of each layout that is not planned is more than the fastest plan's. The others of
-the table are the best that were met on the way; the plan of the fastest alone is polished.
+collectives make up about the same share of each step, and those that were traced say which. The search ends when there
+are enough for a table and the least time of each layout that is not planned is more than the fastest plan's. The others
+of the table are the best that were met on the way; the plan of the fastest alone is polished.
 """
 
 from __future__ import annotations
