@@ -1,6 +1,6 @@
 """Draw the pictures of docs/plan.md: ``python docs/make_plan_images.py``. Needs Chromium, and the extra ``report``.
 
-The plan is made again, so that the pictures show what this version does: about a minute.
+The plan is made again, so that the pictures show what this version does: about five minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from make_images import IMAGES, console, save
 from rich.text import Text
 
-from lowtide.cli.traced import Layout, trace_of
+from lowtide.cli.traced import LayoutOptions, trace_of
 from lowtide.planner.make import make_plan
 from lowtide.planner.plan import Plan
 from lowtide.report.page import write_page
@@ -22,7 +22,7 @@ from lowtide.report.plan import print_explanation
 
 COMMAND = "llama3-70b --tp 8 --pp 4 --micro-batches 16 --seq 8192"
 GAP = 16
-LAYOUT = Layout(tensor=8, pipeline=4, micro_batches=16, sequence=8192)
+LAYOUT = LayoutOptions(tensor=8, pipeline=4, micro_batches=16, sequence=8192)
 
 
 def screenshot(page: Path, name: str, views: list[tuple[int, int]], height: int) -> None:
@@ -58,6 +58,13 @@ def draw_explanation(plan: Plan, budget: str) -> None:
     (IMAGES / "last.log").unlink()
 
 
+def draw_search(page: Path) -> None:
+    """The page of a search for a layout, which takes three minutes."""
+    command = ["plan", "llama3-8b", "--devices", "8", "--global-batch", "64", "--seq", "4096", "--html", str(page)]
+    subprocess.run([sys.executable, "-m", "lowtide", *command], check=True, capture_output=True)
+    screenshot(page, "search", [(1180, 430), (420, 640)], 640)
+
+
 def main() -> None:
     traced = trace_of("llama3-70b", LAYOUT)
     draw_explanation(make_plan(traced.trace, "40GiB", "h100", traced.pipeline), "40GiB")
@@ -67,6 +74,7 @@ def main() -> None:
         write_page(page, plan)
         screenshot(page, "report", [(1180, 0), (420, 0)], 1120)
         screenshot(page, "report-layers", [(1180, 1330)], 1130)
+        draw_search(Path(directory) / "layouts.html")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ PLANNED = [
     "--dp",
     "--dtype",
     "--ep",
+    "--expert-skew",
     "--global-batch",
     "--host-memory",
     "--layers",

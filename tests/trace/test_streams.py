@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from lowtide._torch_private.streams import watch_cpu_streams
 from lowtide.models.shape import DecoderShape
-from lowtide.trace.streams import Streams
-from lowtide.trace.trace import Sync, Trace
+from lowtide.trace.trace import Trace
 from lowtide.train.run import Degrees
 from lowtide.train.traced import TracedRank, trace_rank
 
@@ -19,24 +15,6 @@ SHAPE = DecoderShape(
 
 def traced(degrees: Degrees) -> Trace:
     return trace_rank(TracedRank(shape=SHAPE, degrees=degrees, sequence=32))
-
-
-def test_waits_of_streams_are_reported_and_the_classes_left_as_they_were() -> None:
-    found: list[Sync] = []
-    before = vars(torch.cpu.Stream).copy(), vars(torch.cpu.Event).copy()
-    streams = Streams(found.append)
-    other = torch.cpu.Stream()
-    with watch_cpu_streams(streams):
-        event = other.record_event()
-        torch.cpu.current_stream().wait_event(event)
-        other.wait_stream(torch.cpu.current_stream())
-        with torch.cpu.stream(other):
-            assert streams.current == 1
-    assert (vars(torch.cpu.Stream), vars(torch.cpu.Event)) == before
-    recorded, waited, joined = found
-    assert (recorded.stream, recorded.waits) == (1, False)
-    assert waited == Sync(0, recorded.channel)
-    assert joined == Sync(1, other=0)
 
 
 def test_fsdp_gathers_and_reduces_on_streams_that_the_computation_waits_for() -> None:

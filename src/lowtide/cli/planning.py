@@ -121,6 +121,16 @@ class Inputs(NamedTuple):
     chunks: Annotated[int | None, _count("--vpp", "Virtual stages of each stage.")] = None
     expert: Annotated[int | None, _count("--ep", "Expert-parallel ranks.")] = None
     micro_batches: Annotated[int | None, _count("--micro-batches", "Micro-batches of a step, for each rank.")] = None
+    expert_skew: Annotated[
+        float,
+        typer.Option(
+            "--expert-skew",
+            min=1.0,
+            metavar="X",
+            help="How many times an even share of the tokens the experts of the fullest rank get.",
+            rich_help_panel=LAYOUT,
+        ),
+    ] = 1.0
     devices: Annotated[
         int | None, _count("--devices", "Search layouts of this many devices, with the best Policy of each.")
     ] = None
@@ -167,6 +177,7 @@ class Inputs(NamedTuple):
             samples=self.samples,
             schedule=self.schedule.value if self.schedule is not None else None,
             replicate=self.replicate,
+            expert_skew=self.expert_skew,
         )
 
     @property
@@ -302,13 +313,14 @@ def _search(inputs: Inputs, budget: int | None, console: Console) -> Planned:
         global_batch=inputs.global_batch,
         sequence=sequence,
         precision=Precision(parameters=training.dtype or "float32", compute=training.autocast or "bfloat16"),
+        expert_skew=inputs.expert_skew,
         swap=not inputs.no_swap,
         recompute=not inputs.no_recompute,
     )
     with console.status("searching layouts") as status:  # shown on a terminal only
         searched = search(asked, progress=status.update)
         if not searched.found:
-            why = "; ".join(f"{count} because {why}" for why, count in searched.reasons.items())
+            why = "; ".join(f"{count}: {why}" for why, count in searched.reasons.items())
             raise PlanError(f"{inputs.source} has no layout that fits {inputs.devices} devices: {why}")
         best = searched.found[0]
         trace = traced_rank(asked, best.candidate)

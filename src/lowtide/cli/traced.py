@@ -48,6 +48,8 @@ class LayoutOptions(NamedTuple):
     """Whether each data-parallel rank has the whole model."""
     sequence_parallel: bool = True
     """Whether tensor parallel also shards the sequence between the matrices."""
+    expert_skew: float = 1.0
+    """How many times an even share of the tokens the experts of the fullest rank get."""
 
 
 class Training(NamedTuple):
@@ -140,7 +142,16 @@ def _shape(source: str, layout: LayoutOptions, training: Training) -> Callable[[
     pipeline = _pipeline(shape.num_layers, layout, None)
     samples, sequence = layout.samples or 1, layout.sequence or SEQUENCE
     # In a pipeline parameters that were gathered stay, as in the runner unless a file says something else.
-    trace = _rank(source, shape, degrees, samples, sequence, training, reshard=pipeline.stages == 1)
+    trace = _rank(
+        source,
+        shape,
+        degrees,
+        samples,
+        sequence,
+        training,
+        reshard=pipeline.stages == 1,
+        expert_skew=layout.expert_skew,
+    )
     return lambda progress: _traced(trace(progress), pipeline)
 
 
@@ -159,6 +170,7 @@ def _rank(
     training: Training,
     precision: Precision | None = None,
     reshard: bool = True,
+    expert_skew: float = 1.0,
 ) -> Callable[[Progress], Trace]:
     """Check one of lowtide's own models, and return what traces a rank of it."""
     from dataclasses import replace
@@ -167,6 +179,8 @@ def _rank(
     from lowtide.train.run import Precision
 
     check_degrees(name, shape, degrees, sequence)
+    if expert_skew != 1 and degrees.expert == 1:
+        raise PlanError(f"--expert-skew {expert_skew:g}: no ranks share experts; give --ep too, or leave it out")
     notes: tuple[str, ...] = ()
     if sequence > shape.max_position_embeddings:
         notes = (
@@ -189,6 +203,7 @@ def _rank(
             samples=samples,
             sequence=sequence,
             reshard=reshard,
+            expert_skew=expert_skew,
             optimizer=training.optimizer or "adamw",
         )
         traced = trace_rank(rank, name=name, progress=progress)
@@ -223,7 +238,17 @@ def _training_file(source: str, layout: LayoutOptions, training: Training) -> Ca
         counts = layout._replace(pipeline=stages, chunks=chunks, micro_batches=layout.micro_batches or run.micro_steps)
         given = _pipeline(shape.num_layers, counts, None)
     samples, sequence = layout.samples or run.batch_size, layout.sequence or run.sequence
-    trace = _rank(Path(source).stem, shape, degrees, samples, sequence, training, run.precision, run.reshard)
+    trace = _rank(
+        Path(source).stem,
+        shape,
+        degrees,
+        samples,
+        sequence,
+        training,
+        run.precision,
+        run.reshard,
+        layout.expert_skew,
+    )
 
     def traced(progress: Progress) -> Traced:
         from lowtide.train.pipeline import planned_pipeline

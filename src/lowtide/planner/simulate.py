@@ -229,6 +229,11 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
                 )
     if pipeline.schedule in HALVES:
         notes.append("where a backward is split, a micro-batch is taken to hold its memory until the weights' half")
+        if isinstance(policy, Policy) and any(layer.recomputed_as_a_whole for layer in policy.layers):
+            notes.append(
+                f"{pipeline.schedule}: torch recomputes a layer that is recomputed as a whole once for every group of"
+                " its parameters, and not once as it is simulated; recompute operators instead"
+            )
     return tuple(notes)
 
 

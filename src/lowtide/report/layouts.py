@@ -77,7 +77,7 @@ def print_layouts(found: LayoutsFound, console: Console, most: int = 10) -> None
     console.print(table)
     console.print(found.sentence)
     for why, count in found.reasons.items():
-        console.print(f"left out: {count} because {why}")
+        console.print(f"left out: {count}, {why}")
 
 
 def layouts_as_json(found: LayoutsFound, most: int = 10) -> dict[str, Any]:
@@ -107,6 +107,6 @@ def layouts_table(found: LayoutsFound, most: int = 10) -> str:
     rows = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>" for row in found.rows[:most]
     )
-    reasons = "".join(f"<li>{count} because {escape(why)}</li>" for why, count in found.reasons.items())
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    reasons = "".join(f"<li>{count}: {escape(why)}</li>" for why, count in found.reasons.items())
+    table = f"<table class='layouts'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll">{table}</div><p>Left out:</p><ul>{reasons}</ul>'

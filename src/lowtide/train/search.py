@@ -52,6 +52,8 @@ class Asked:
     precision: Precision
     swap: bool = True
     recompute: bool = True
+    expert_skew: float = 1.0
+    """How many times an even share of the tokens the experts of the fullest rank get."""
 
 
 class Found(NamedTuple):
@@ -150,7 +152,7 @@ def search(
     ):
         needed = least_memory(one, size)
         if needed > asked.budget and one not in always:
-            left_out.append(LeftOut(one, "its parameters, gradients and states do not fit", format_bytes(needed)))
+            left_out.append(LeftOut(one, "their parameters, gradients and states do not fit", format_bytes(needed)))
             continue
         least = least_seconds(one, size, asked.shape, asked.device, asked.precision.compute, asked.sequence)
         waiting.append(_Waiting(one, least))
@@ -166,7 +168,7 @@ def search(
             late = time.monotonic() - begin > seconds
             for item in [one for one in waiting if one.candidate not in always and (late or one.least > limit)]:
                 waiting.remove(item)
-                slower = "slower even with all kept" if item.kept else "its FLOPs and collectives take longer"
+                slower = "slower even with all kept" if item.kept else "slower by their FLOPs and collectives alone"
                 why = slower if item.least > fastest else "the time was up"
                 left_out.append(LeftOut(item.candidate, why, f"at least {item.least:.3g} s"))
             usual = median(ratios)
@@ -231,7 +233,7 @@ def evaluate(asked: Asked, candidate: Candidate, *, plan: bool = True, polish: b
             trace, asked.budget, asked.device, pipeline, swap=asked.swap, recompute=asked.recompute, polish=polish
         )
     except LowtideError as error:
-        return LeftOut(candidate, "it cannot be planned", str(error))
+        return LeftOut(candidate, "they cannot be planned", str(error))
     return made if made.feasible else LeftOut(candidate, "no Policy fits", format_bytes(made.least))
 
 
@@ -248,6 +250,7 @@ def traced_rank(asked: Asked, candidate: Candidate) -> Trace:
         samples=candidate.samples,
         sequence=asked.sequence,
         reshard=candidate.degrees.pipeline == 1,
+        expert_skew=asked.expert_skew if candidate.degrees.expert > 1 else 1.0,
     )
     with device_kernels(family_of(asked.device.name)):
         return trace_rank(rank, name=asked.name)
