@@ -114,12 +114,12 @@ def full() -> dict[str, Any]:
         "guide_reserved": guide.reserved,
         "deepseek_step_s": round(plan.simulation.seconds, 3),
         "deepseek_reserved": plan.simulation.reserved,
-        "deepseek_gap": round(plan.gap, 4),
+        "deepseek_gap": round(plan.gap, 4) if plan.gap is not None else None,
         "deepseek_processor_s": round(processor, 2),
         "deepseek_trace_s": round(deepseek.trace_seconds, 2),
         "llama405_step_s": round(large.simulation.seconds, 3),
         "llama405_reserved": large.simulation.reserved,
-        "llama405_gap": round(large.gap, 4),
+        "llama405_gap": round(large.gap, 4) if large.gap is not None else None,
         "llama405_processor_s": round(llama.processor_seconds, 2),
         "llama405_trace_s": round(llama.trace_seconds, 2),
         "feasible": plan.feasible and alone.feasible and large.feasible,
@@ -133,7 +133,7 @@ def quick() -> dict[str, Any]:
     return {
         "quick_total_s": round(small.total, 2),
         "quick_solve_s": round(plan.solve_seconds, 2),
-        "quick_gap": round(plan.gap, 4),
+        "quick_gap": round(plan.gap, 4) if plan.gap is not None else None,
         "feasible": plan.feasible,
     }
 
