@@ -50,7 +50,7 @@ HIDDEN_SEED = 7
 """Tide's efficiencies follow from this; nothing but a calibration may know it."""
 
 
-def use_machine(*, hidden: bool = True) -> None:
+def use_machine(*, hidden: bool = True, devices_per_node: int = 0) -> None:
     """An eighth of an H100, whose kernels and links reach efficiencies that the predictor is not given."""
     tide.reset()
     machine = tide.scaled("h100", 1 / 8)
@@ -59,6 +59,7 @@ def use_machine(*, hidden: bool = True) -> None:
         capacity=8 << 30,
         flops_fp32=machine.flops_half,
         efficiency_seed=HIDDEN_SEED if hidden else 0,
+        devices_per_node=devices_per_node,
         races=False,
         poison=False,
     )

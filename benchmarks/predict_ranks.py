@@ -45,7 +45,7 @@ from lowtide.train.run import DataType, Degrees, Precision
 from lowtide.train.traced import TracedRank, trace_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from predict_cases import llama_shape, policies_for
+from predict_cases import llama_shape, policies_for, use_machine
 from stamp import stamped
 from support.predicted_ranks import Measured, given_bytes, loss_of, measured_skew, measured_steps
 from support.ranks import Ranks
@@ -146,7 +146,7 @@ def main() -> None:
 
 def compare(layout: Layout, shape: DecoderShape, ranks: Ranks, rates: Rates, count: int) -> Iterator[Case]:
     """All Policies of one model in one layout."""
-    use_machine()
+    use_machine(devices_per_node=PER_NODE)
     rank = TracedRank(
         shape=shape,
         degrees=layout.degrees,
@@ -183,29 +183,14 @@ def traced(rank: TracedRank) -> Trace:
 
 def measure_skew(rank: TracedRank) -> float:
     """On each rank: what its experts get of the tokens."""
-    use_machine()
+    use_machine(devices_per_node=PER_NODE)
     return measured_skew(rank)
 
 
 def measure(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline) -> list[Measured]:
     """On each rank: a warm step for each Policy."""
-    use_machine()
+    use_machine(devices_per_node=PER_NODE)
     return measured_steps(rank, policies, pipeline)
-
-
-def use_machine() -> None:
-    """An eighth of an H100, two of them on a node, whose kernels and links reach efficiencies that are not known."""
-    tide.reset()
-    machine = tide.scaled("h100", 1 / 8)
-    tide.configure(
-        preset=machine,
-        capacity=8 << 30,
-        flops_fp32=machine.flops_half,
-        efficiency_seed=7,
-        devices_per_node=PER_NODE,
-        races=False,
-        poison=False,
-    )
 
 
 def calibrated(trace: Trace, rates: Rates) -> Device:
@@ -217,7 +202,7 @@ def calibrated(trace: Trace, rates: Rates) -> Device:
 
 def measure_rates() -> tuple[float, float]:
     """On each of four ranks: the bandwidths of the fabric and the network, by a gather over two ranks."""
-    use_machine()
+    use_machine(devices_per_node=PER_NODE)
     latency, size = tide.configuration()["fabric_latency"] * 1e-9, 64 << 20
     found = []
     for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))):

@@ -265,3 +265,10 @@ def test_a_uniform_policy_is_simulated_on_every_layer() -> None:
     uniform = Policy.uniform(default=Recompute())
     trace = hand_made_trace(3)
     assert simulate(trace, uniform, DEVICE) == simulate(trace, uniform.for_layers(3), DEVICE)
+
+
+def test_the_first_and_the_last_chunk_may_have_no_layers() -> None:
+    pipeline = Pipeline(placement=(((),), ((0, 1),), ((),)), micro_batches=3)
+    found = simulate(hand_made_trace(2), policy_of(), DEVICE, pipeline)
+    assert len(found.stages) == 3
+    assert all(stage.peak > 0 for stage in found.stages)

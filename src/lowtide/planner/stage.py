@@ -174,7 +174,7 @@ def _chunk(trace: Trace, layers: Sequence[Decided], pipeline: Pipeline, stage: i
         program = found(part if sharing is None else sharing.later)
         passes = bool(due) and (program.idle or (decided[2] and not isinstance(decided[1], Swap)))
         gathering = None if sharing is None else found(sharing.gathering)
-        return _Step(program, layer, offset, passes, layer == own[-1], sharing, gathering)
+        return _Step(program, layer, offset, passes, own[-1:] == (layer,), sharing, gathering)
 
     kept: Decided = ({}, Keep(), False)
     if place == 0:
