@@ -92,7 +92,8 @@ def test_a_layout_in_the_words_of_other_trainers() -> None:
 def test_a_search_is_refused_with_a_layout_or_without_a_batch() -> None:
     for given, said in (
         (["--devices", "8"], "needs both --devices and --global-batch"),
-        (["--devices", "8", "--global-batch", "64", "--tp", "2"], "leave out --tp"),
+        (["--devices", "8", "--global-batch", "64", "--tp", "2"], "does not take --tp"),
+        (["--devices", "8", "--global-batch", "64", "--optimizer", "sgd"], "does not take --optimizer"),
     ):
         result = CliRunner().invoke(app, ["plan", "llama3-8b", *given])
         assert result.exit_code == 1

@@ -296,11 +296,18 @@ def _search(inputs: Inputs, budget: int | None, console: Console) -> Planned:
 
     if inputs.devices is None or inputs.global_batch is None:
         raise PlanError("a search for a layout needs both --devices and --global-batch")
-    fixed = {"--dp": inputs.data, "--tp": inputs.tensor, "--pp": inputs.pipeline, "--vpp": inputs.chunks}
+    fixed: dict[str, object] = {
+        "--dp": inputs.data,
+        "--tp": inputs.tensor,
+        "--pp": inputs.pipeline,
+        "--vpp": inputs.chunks,
+    }
     fixed |= {"--ep": inputs.expert, "--micro-batches": inputs.micro_batches, "--micro-batch-size": inputs.samples}
+    fixed |= {"--schedule": inputs.schedule, "--replicate": inputs.replicate or None, "--optimizer": inputs.optimizer}
+    fixed |= {"--lora": inputs.lora, "--layers": inputs.layers, "--host-memory": inputs.host_memory}
     given = [name for name, value in fixed.items() if value is not None]
     if given:
-        raise PlanError(f"--devices searches for the layout: leave out {', '.join(given)}, or leave out --devices")
+        raise PlanError(f"a search for a layout does not take {', '.join(given)}: leave out that, or --devices")
     shape, device = find_shape(inputs.source), find_device(inputs.device)
     sequence = inputs.sequence or SEQUENCE
     training = inputs.training
