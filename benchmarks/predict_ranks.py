@@ -106,6 +106,7 @@ class Case:
     """How far off a prediction was, of what was measured."""
 
     name: str
+    layout: str
     peaks: tuple[float, ...]
     """Of each rank."""
     seconds: float
@@ -167,6 +168,7 @@ def compare(layout: Layout, shape: DecoderShape, ranks: Ranks, rates: Rates, cou
         found = [one[number] for one in measured]
         yield Case(
             f"{label(layout, shape)}, {name}",
+            label(layout, shape),
             tuple(
                 (simulated[skew].stages[place // each].peak + given) / one.peak - 1
                 for place, (skew, one) in enumerate(zip(skews, found, strict=True))
@@ -261,6 +263,14 @@ def summarise(cases: Sequence[Case]) -> dict[str, Any]:
         "time_worst": at(seconds, 1.0),
         "worst_peaks": {
             case.name: max(case.peaks, key=abs) for case in sorted(cases, key=lambda one: -at(one.peaks, 1.0))[:5]
+        },
+        "by_layout": {
+            layout: {
+                "time": [min(one.seconds for one in found), max(one.seconds for one in found)],
+                "peak": [min(min(one.peaks) for one in found), max(max(one.peaks) for one in found)],
+            }
+            for layout in dict.fromkeys(case.layout for case in cases)
+            for found in [[case for case in cases if case.layout == layout]]
         },
         "worst_times": {case.name: case.seconds for case in sorted(cases, key=lambda one: -abs(one.seconds))[:5]},
     }

@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._torch_private.autocast import autocast_contexts, autocast_state, is_any_autocast_enabled
-from lowtide._torch_private.backward import at_end_of_backward, current_backward, current_node, set_grad_enabled
+from lowtide._torch_private.backward import (
+    at_end_of_backward,
+    current_backward,
+    current_node,
+    keeps_graph,
+    leaves_out,
+    set_grad_enabled,
+)
 from lowtide._torch_private.checkpointing import (
     CHECKPOINT_FUNCTION,
     composable_state,
@@ -331,6 +338,27 @@ def test_the_node_that_runs_is_known_while_its_gradient_is_added_to_another() ->
     assert len(seen) == 1  # between two nodes, and yet the one before is named
     assert seen[0] in (first.grad_fn, second.grad_fn)
     assert current_node() is None
+
+
+def test_a_backward_says_whether_it_keeps_the_graph_and_what_it_leaves_out() -> None:
+    seen: list[tuple[str, bool, bool]] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        node = current_node()
+        seen.append((node.name(), keeps_graph(), leaves_out(node)))
+        return tensor
+
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        loss = (x @ weight).sin().sum()
+    torch.autograd.grad(loss, [x], retain_graph=True)
+    assert set(seen) == {("SinBackward0", True, False), ("MmBackward0", True, True)}
+    seen.clear()
+    torch.autograd.grad(loss, [x, weight], retain_graph=True)
+    assert set(seen) == {("SinBackward0", True, False), ("MmBackward0", True, False)}
+    seen.clear()
+    loss.backward()
+    assert set(seen) == {("SinBackward0", False, False), ("MmBackward0", False, False)}
 
 
 def test_autocast_can_be_set_as_it_was() -> None:

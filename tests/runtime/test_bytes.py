@@ -163,3 +163,35 @@ def test_nothing_is_left_after_backward(autocast: bool) -> None:
         step(policy, autocast)
         gc.collect()
         assert torch.accelerator.memory_allocated() == before
+
+
+def test_nothing_is_left_after_backward_where_autocast_is_around_it_too() -> None:
+    """A pipeline's step is in one autocast context: what autocast caches there lives until the step ends."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+    def left(policy: LayerPolicy | None) -> int:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Block() for _ in range(LAYERS))).to("tide")
+        handle = apply(model, Policy((policy,) * LAYERS), limits=Limits(minimum_bytes=0)) if policy else None
+        x = torch.randn(256, 64).to("tide")
+        with torch.autocast("tide", torch.bfloat16):
+            for _ in range(2):  # the first step learns
+                model(x).float().sum().backward()
+            gc.collect()
+            before = requested()
+            model(x).float().sum().backward()
+            found = requested() - before
+        if handle is not None:
+            handle.remove()
+        return found
+
+    recomputed = LayerPolicy(rules=(Rule(Pattern("norm"), Recompute()), Rule(Pattern("up"), Recompute())))
+    swapped = LayerPolicy(rules=(Rule(Pattern("norm"), Swap(1)), Rule(Pattern("up"), Recompute())))
+    assert left(None) == left(recomputed) == left(swapped)

@@ -55,11 +55,11 @@ def pipeline_of(rank: TracedRank) -> Pipeline:
     return even_pipeline(rank.shape.num_layers, stages=stages, micro_batches=MICRO_BATCHES if stages > 1 else 1)
 
 
-def predicted_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[list[int]]:
+def predicted_peaks(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline | None = None) -> list[list[int]]:
     """For each Policy the peak of each pipeline stage, the batch that a caller gives included."""
     with device_kernels("other"):
         trace = trace_rank(replace(rank, loss=loss_of))
-    pipeline, device = pipeline_of(rank), find_device("h100")
+    pipeline, device = pipeline or pipeline_of(rank), find_device("h100")
     given = given_bytes(rank, pipeline)
     return [[stage.peak + given for stage in simulate(trace, policy, device, pipeline).stages] for policy in policies]
 
@@ -69,10 +69,10 @@ def given_bytes(rank: TracedRank, pipeline: Pipeline) -> int:
     return (rank.samples * rank.sequence * 8 * pipeline.micro_batches + 511) // 512 * 512
 
 
-def measured_peaks(rank: TracedRank, policies: Sequence[Policy]) -> list[int]:
+def measured_peaks(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline | None = None) -> list[int]:
     """This rank's peak in a warm step on tide, for each Policy."""
     tide.configure(races=False, poison=False)
-    return [one.peak for one in measured_steps(rank, policies)]
+    return [one.peak for one in measured_steps(rank, policies, pipeline)]
 
 
 def measured_steps(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline | None = None) -> list[Measured]:

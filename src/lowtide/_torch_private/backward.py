@@ -12,8 +12,9 @@ from lowtide._torch_private.needed import needed_for
 from lowtide._torch_private.nodes import node_sequence
 
 with needed_for("following backward"):
-    from torch._C import _current_autograd_node, _current_graph_task_id
+    from torch._C import _current_autograd_node, _current_graph_task_id, _will_engine_execute_node
     from torch._C import _set_grad_enabled as set_grad_enabled
+    from torch._C._autograd import _get_current_graph_task_keep_graph
 
 __all__ = [
     "at_end_of_backward",
@@ -21,6 +22,8 @@ __all__ = [
     "current_backward",
     "current_node",
     "in_forward_mode",
+    "keeps_graph",
+    "leaves_out",
     "set_grad_enabled",
 ]
 
@@ -34,6 +37,21 @@ with needed_for("acting at the end of backward"):
 
 current_backward: Callable[[], int] = _current_graph_task_id
 """A number for the backward that runs on this thread; -1 if none does."""
+
+keeps_graph: Callable[[], bool] = _get_current_graph_task_keep_graph
+"""Whether the backward that runs on this thread keeps its graph (``retain_graph=True``); True if none runs."""
+
+
+def leaves_out(node: Any) -> bool:
+    """Whether the backward that is running computes gradients for some of what a node leads to, but not for all."""
+    for following, _ in node.next_functions:
+        if following is not None:
+            try:
+                if not _will_engine_execute_node(following):
+                    return True
+            except RuntimeError:  # a leaf that ``torch.autograd.grad`` was asked for: torch does not say
+                continue
+    return False
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -1,17 +1,27 @@
-"""What saved-tensor hooks give autograd in place of a tensor: one protocol for everything that lowtide holds."""
+"""What saved-tensor hooks give autograd in place of a tensor: one protocol for everything that lowtide holds.
+
+[Note: a backward in two halves]
+Zero-bubble pipeline schedules run two backwards over one graph. The first computes the gradient of a chunk's input. The
+second computes those of its parameters, one graph task for each group of them. Nodes such as a matrix product run in
+both. What is recomputed or reloaded for the first would be made again for every task of the second. So it is held in
+between, on the node, until the second half unpacks it or the graph is dropped: only what a node needs that leads to
+something which the first half leaves out. All else is freed as in one backward. A backward that makes a graph of the
+gradients themselves (``create_graph=True``) is no half, and holds nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
+from lowtide._torch_private.backward import current_node, keeps_graph, leaves_out
 from lowtide._torch_private.nodes import is_own_output, without_graph
 from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide._torch_private.versions import own_version, version_of
 
-__all__ = ["Kept", "PackHook", "Saved", "foreign_pack_hook", "kept", "kept_apart", "unpack"]
+__all__ = ["Kept", "PackHook", "Saved", "foreign_pack_hook", "kept", "kept_apart", "unpack", "unpack_once"]
 
 
 class Saved(Protocol):
@@ -27,7 +37,39 @@ PackHook: TypeAlias = Callable[[Tensor], Saved]
 
 def unpack(saved: Saved) -> Tensor:
     """Give autograd back what it saved."""
+    return unpack_once(_tensor_of, saved)
+
+
+def _tensor_of(saved: Saved) -> Tensor:
     return saved.tensor()
+
+
+_Packed = TypeVar("_Packed")
+_HELD = "lowtide_held"
+_seen_halves = False
+
+
+def unpack_once(unpack: Callable[[_Packed], Tensor], packed: _Packed) -> Tensor:
+    """What ``unpack`` gives; if a later half of this backward needs it too, that half gets the same tensor."""
+    if (_seen_halves or keeps_graph()) and type(packed) is not Kept:
+        return _unpack_in_halves(unpack, packed)
+    return unpack(packed)
+
+
+def _unpack_in_halves(unpack: Callable[[_Packed], Tensor], packed: _Packed) -> Tensor:
+    """See [Note: a backward in two halves]."""
+    global _seen_halves
+    node = current_node()
+    if node is None:  # nothing runs: somebody looks at what a node has saved
+        return unpack(packed)
+    held: dict[int, Tensor] = node.metadata.get(_HELD, {})
+    tensor = held.pop(id(packed), None)
+    if tensor is None:
+        tensor = unpack(packed)
+    if keeps_graph() and not is_grad_enabled() and leaves_out(node):
+        _seen_halves = True
+        node.metadata.setdefault(_HELD, {})[id(packed)] = tensor
+    return tensor
 
 
 class Kept:

@@ -24,14 +24,19 @@ class StageEnds:
     inputs until the step ends: the schedule keeps the losses, whose graphs end in the nodes that accumulate the
     inputs' gradients.
 
+    Where the next chunk is on the same stage, as at the turn of a V, nothing is sent: the other chunk's buffer is
+    replaced by the output itself, or by the gradient.
+
     [Note: sent boundaries]
     The schedules of several chunks collect their sends and wait for them when the step ends. Until then each holds what
-    it sends: the outputs and the inputs' gradients of all micro-batches.
+    it sends: the outputs and the inputs' gradients of all micro-batches. They do not refer to an output any longer than
+    its backward does.
     """
 
     def __init__(self, rank: Rank, first: Part, last: Part, pipeline: Pipeline, place: int, *, frees: bool) -> None:
         """``first`` and ``last`` are the chunk's outermost parts, ``place`` its index among all chunks."""
         chunks = pipeline.stages * pipeline.chunks
+        self.place = place
         self.rank, self.frees, self.gpipe = rank, frees, pipeline.schedule == "gpipe"
         self.first, self.last, self.split = place == 0, place == chunks - 1, chunks > 1
         self.sent: Storage | None = None
@@ -61,6 +66,10 @@ class StageEnds:
         self.inputs = {number: self._buffer(self.input_size) for number in inputs}
         self.gradients = {number: self._buffer(self.gradient_size) for number in gradients}
         self.received: Storage | None = None
+        self.before: StageEnds | None = None
+        """Those of the chunk before, if it is on this stage."""
+        self.after: StageEnds | None = None
+        """Those of the chunk after, if it is on this stage."""
 
     def _buffer(self, size: int) -> Storage:
         storage = self.rank.make(size)
@@ -69,7 +78,7 @@ class StageEnds:
 
     def input(self, micro_batch: int) -> Storage | None:
         """What the chunk is given, with one more reference. See [Note: receive buffers]."""
-        if self.receives and self.input_size:
+        if self.receives and self.input_size and self.before is None:
             storage = self.inputs[micro_batch] = self._buffer(self.input_size)
             storage.count += 1
             if self.received is not None:
@@ -82,19 +91,21 @@ class StageEnds:
         if self.frees:
             if self.gpipe:
                 self._sent()
-            if self.gradient_size:
+            if self.gradient_size and self.after is None:
                 self.gradients[micro_batch] = self._buffer(self.gradient_size)
             self._sent()
         return _held(self.gradients, micro_batch)
 
-    def hold_output(self, output: Storage | None) -> Storage | None:
+    def hold_output(self, output: Storage | None, micro_batch: int) -> Storage | None:
         """A forward has ended; what is returned is to be held until its backward has ended."""
         if not (self.frees and self.gpipe):
             self._sent()
         if output is None or not self.split:
             return output
         self._collect(output, self.sends)
-        if self.frees and self.last:
+        if self.after is not None:
+            self.after._give(self.after.inputs, micro_batch, output)
+        if self.collected is not None or (self.frees and self.last):
             return output
         self.latest.append(output)
         if self.frees:
@@ -120,9 +131,18 @@ class StageEnds:
             if received and (storage := buffers.pop(micro_batch, None)) is not None:
                 self.rank.drop(storage)
 
-    def send_back(self, gradient: Storage | None) -> None:
+    def _give(self, buffers: dict[int, Storage], micro_batch: int, given: Storage) -> None:
+        """A chunk of this stage gives this one something: it takes the place of a buffer."""
+        given.count += 1
+        before, buffers[micro_batch] = buffers.get(micro_batch), given
+        if before is not None:
+            self.rank.drop(before)
+
+    def send_back(self, gradient: Storage | None, micro_batch: int = 0) -> None:
         """The gradient of the input is held until the next one is on its way."""
         self._collect(gradient, self.sends_back)
+        if self.before is not None and gradient is not None:
+            self.before._give(self.before.gradients, micro_batch, gradient)
         if self.sent is not None:
             self.rank.drop(self.sent)
         self.sent = gradient

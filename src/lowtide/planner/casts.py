@@ -12,7 +12,7 @@ of the stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from lowtide.planner.rank import Rank, Storage
@@ -26,14 +26,14 @@ class CastCache:
 
     A layer that is recomputed as a whole runs in a context of its own, on autograd's thread: when that ends, autocast
     drops all its casts. Layers that are recomputed after it in the same backward cast their weights alone, and the next
-    forward casts all.
+    forward casts all. What was saved for a backward holds the cast that it was made with.
     """
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.shared = False
         """Whether one cast serves all micro-batches."""
-        self.held: dict[tuple[int | None, str], list[Storage]] = {}
+        self.held: dict[tuple[int | None, str], dict[int, Storage]] = {}
 
     def fill(self, parts: Iterable[tuple[int | None, Part]]) -> None:
         """A forward casts the weights that are not cast; ``parts`` are those of its chunk, each with its layer."""
@@ -41,22 +41,22 @@ class CastCache:
             if (layer, part.name) in self.held:
                 continue
             timed, casts = self.rank.timed(part), cast_weights(part)
-            found = self.held[layer, part.name] = []
+            found = self.held[layer, part.name] = {}
             for number, kernel in enumerate(part.kernels):
                 for value in casts.intersection(kernel.writes):
                     storage = self.rank.make(part.values[value].size)
                     storage.what, storage.layer, storage.operator = "parameters", layer, part.values[value].owner
-                    found.append(storage)
+                    found[value] = storage
                     self.rank.run(timed[number])
 
-    def take(self, layer: int | None, part: Part) -> list[Storage] | None:
-        """A layer is recomputed: what it finds of its own, which it then holds; None if it has to cast."""
-        return self.held.pop((layer, part.name), None)
+    def of(self, layer: int | None, part: Part) -> Mapping[int, Storage] | None:
+        """The casts of a part's weights, by value; None if they are not there."""
+        return self.held.get((layer, part.name))
 
     def clear(self) -> None:
         """Autocast drops what it holds."""
         for found in self.held.values():
-            self.rank.drop_all(found)
+            self.rank.drop_all(found.values())
         self.held = {}
 
 

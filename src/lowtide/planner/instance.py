@@ -31,9 +31,9 @@ class Instance:
     """One run of a part: a layer and a micro-batch."""
 
     __slots__ = (
-        "calls", "casts", "departed", "due", "first", "frees", "handed", "held", "input", "input_swapped", "keeps",
+        "calls", "departed", "due", "first", "frees", "handed", "held", "input", "input_swapped", "keeps",
         "kept", "last", "layer", "left", "micro_batch", "offset", "outstanding", "packs", "passes", "program",
-        "rebuilt", "replayed", "sharing", "slots", "starts", "used",
+        "read_again", "rebuilt", "replayed", "sharing", "slots", "starts", "used",
     )  # fmt: skip
 
     def __init__(
@@ -78,8 +78,8 @@ class Instance:
         self.calls: dict[int, RunningCall] = {}
         self.used: dict[int, Storage] = {}
         """What was rebuilt for a node that is not done yet."""
-        self.casts: list[Storage] = []
-        """The casts of its weights that it found when it was recomputed as a whole."""
+        self.read_again: dict[tuple[int, int], Storage] = {}
+        """What kernels of a backward's second half will read, by kernel and value; see [Note: two halves]."""
         self.input: Storage | None = None
         self.input_swapped: Swapped | None = None
         self.rebuilt = False

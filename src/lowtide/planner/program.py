@@ -24,7 +24,7 @@ and ``inside``: of a call that is replayed. ``cast``: of such an output."""
 
 Code: TypeAlias = tuple[int, int]
 """An event: one of the numbers below, and the event's own number."""
-MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD, LET, SYNC = range(11)
+MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD, LET, SYNC, HOLD = range(12)
 _CODES = {
     "make": MAKE,
     "free": FREE,

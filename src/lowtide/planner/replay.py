@@ -17,8 +17,9 @@ from itertools import repeat
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.casts import CastCache
+from lowtide.planner.halves import Halves, halves_of
 from lowtide.planner.instance import Instance
-from lowtide.planner.program import ADD, CALL, DONE, FREE, LET, MAKE, RUN, SAVE, SYNC, USE, Code, Program
+from lowtide.planner.program import ADD, CALL, DONE, FREE, HOLD, LET, MAKE, RUN, SAVE, SYNC, USE, Code, Program
 from lowtide.planner.rank import Rank, Storage, Timed
 from lowtide.planner.rebuild import Rebuilding
 from lowtide.planner.sharded import Accumulating
@@ -42,6 +43,10 @@ class Player:
         self._adding: dict[int, float] = {}
         self.defers = False
         """Whether weights are cast once for all micro-batches; see [Note: late gradients]."""
+        self._split: dict[int, tuple[Program, Halves]] = {}
+        """The two halves of programs, by identity; they are held so that it stays theirs."""
+        self.lingering: Storage | None = None
+        """The last gradient that a second half has added: it is there until the next one has been computed."""
         self.late: list[tuple[Instance, int, Storage]] = []
         """Kernels that are to come when a micro-batch's backward ends, and what each reads."""
 
@@ -124,6 +129,8 @@ class Player:
         action, place = program.actions[number], instance.first + program.actions[number].position
         storage = instance.slots.get(action.value)
         if action.how == "keep":
+            if storage is None and self.casts.shared:
+                storage = (self.casts.of(instance.layer, program.part) or {}).get(action.value)
             if storage is not None:
                 storage.count += 1
                 storage.is_saved(program.part.packs[number].owner)
@@ -207,11 +214,7 @@ class Player:
             self.accumulating.add((instance.layer, part.name), instance.sharing, slots)
         instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
-        for number, storage in slots.items():
-            if values[number].until:  # a later part frees it: whole gradients and parameters that ranks share
-                instance.left.append(storage)
-            else:
-                self.rank.drop(storage)
+        self._leave(instance, slots)
         return result
 
     def end_backward(self) -> None:
@@ -225,6 +228,142 @@ class Player:
             self._add(instance, made, slots)
         self.late = []
 
+    def first_half(
+        self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
+    ) -> Storage | None:
+        """The half of a part's backward that computes the gradient of its input; see [Note: two halves]."""
+        part, halves = instance.program.part, self._halves(instance.program)
+        values, timed = part.values, self.rank.timed(part)
+        slots: dict[int, Storage] = {}
+        self._take(slots, part.taken_back, taken)
+        if part.output_gradient is not None and given is not None:
+            slots[part.output_gradient] = given
+        self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
+        self.swapping.start(instance.due)
+        for code, number in halves.first:
+            if code == MAKE:
+                slots[number] = self.rank.make(values[number].size)
+            elif code == RUN:
+                self._run_beside(slots, number, part)
+                self.rank.run(timed[number])
+            elif code == HOLD:
+                for value in part.kernels[number].reads:
+                    if value in slots and (number, value) not in instance.read_again:
+                        slots[value].count += 1
+                        instance.read_again[number, value] = slots[value]
+            elif code == FREE:
+                storage = slots.pop(number, None)
+                if storage is not None:
+                    self.rank.drop(storage)
+            elif code == USE:
+                self._use(instance, number)
+                self._hold_for_second(instance, number, halves)
+            elif code == DONE:
+                self._unpacked(instance, number)
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
+        instance.handed = [slots.pop(number, None) for number in part.handed_back]
+        result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
+        self._leave(instance, slots)
+        return result
+
+    def _halves(self, program: Program) -> Halves:
+        found = self._split.get(id(program))
+        if found is None:
+            found = self._split[id(program)] = (program, halves_of(program.part, program.backward))
+        return found[1]
+
+    def _run_beside(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
+        """Autograd adds in place only to what nothing else holds."""
+        if part.kernels[kernel].kind == "aten::add_" and any(
+            number in slots and slots[number].count > 1 for number in part.kernels[kernel].writes
+        ):
+            self._add_apart(slots, kernel, part)
+
+    def _hold_for_second(self, instance: Instance, number: int, halves: Halves) -> None:
+        """What was reloaded for a node that both halves run stays."""
+        swapped = instance.packs.get(number)
+        if number in halves.again and swapped is not None and number not in instance.held:
+            storage = swapped.source or swapped.target
+            if storage is not None:
+                storage.count += 1
+                instance.held[number] = storage
+
+    def _unpacked(self, instance: Instance, number: int) -> None:
+        """A node is done in the first half, and the second does not run it: what was made for it again is freed."""
+        held = instance.held if instance.program.whole else instance.used
+        storage = held.pop(number, None)
+        if storage is not None:
+            self.rank.drop(storage)
+
+    def end_first_half(self, instances: Sequence[Instance]) -> None:
+        """The graph task is over, and the graph below the last parameter is kept.
+
+        What was reloaded goes, but for what is held.
+        """
+        for number in self._halves(instances[-1].program).above:
+            self._done(instances[-1], number)
+        for instance in instances:
+            for swapped in instance.packs.values():
+                self.swapping.forget(swapped)
+            for call in instance.calls.values():
+                for swapped in call.swapped.values():
+                    self.swapping.forget(swapped)
+            if instance.input_swapped is not None:
+                self.swapping.forget(instance.input_swapped)
+
+    def second_half(self, instance: Instance) -> None:
+        """The half of a part's backward that computes the gradients of its parameters."""
+        part, halves = instance.program.part, self._halves(instance.program)
+        values, timed = part.values, self.rank.timed(part)
+        slots: dict[int, Storage] = {}
+        self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
+        for code, number in halves.second:
+            if code == MAKE:
+                slots[number] = self.rank.make(values[number].size)
+            elif code == RUN:
+                self.rank.run(timed[number])
+                for value in part.kernels[number].reads:
+                    read = instance.read_again.pop((number, value), None)
+                    if read is not None:
+                        self.rank.drop(read)
+            elif code == FREE:
+                storage = slots.pop(number, None)
+                if storage is not None:
+                    self.rank.drop(storage)
+            elif code == USE:
+                self._use(instance, number)
+            elif code == DONE:
+                self._done(instance, number)
+            elif code == ADD:
+                self._add(instance, number, slots, lingers=True)
+            elif code == SYNC:
+                self.rank.lanes.sync(part.syncs[number])
+        if instance.sharing is not None:
+            self.accumulating.add((instance.layer, part.name), instance.sharing, slots)
+        self._leave(instance, slots)
+
+    def end_second_half(self, instances: Sequence[Instance]) -> None:
+        """The graph is dropped."""
+        if self.lingering is not None:
+            self.rank.drop(self.lingering)
+            self.lingering = None
+        for instance in instances:
+            halves = self._halves(instance.program)
+            freed = set(halves.above) if instance is instances[-1] else set()
+            freed.update(number for code, number in halves.second if code == DONE)
+            for code, number in instance.program.backward:
+                if code == DONE and number not in freed:
+                    self._done(instance, number)
+
+    def _leave(self, instance: Instance, slots: dict[int, Storage]) -> None:
+        """A part's backward has ended: what a later part frees stays, such as whole gradients that ranks share."""
+        for number, storage in slots.items():
+            if instance.program.part.values[number].until:
+                instance.left.append(storage)
+            else:
+                self.rank.drop(storage)
+
     def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
         """A sum that would have been made in place gets memory of its own."""
         for number in part.kernels[kernel].writes:
@@ -233,7 +372,7 @@ class Player:
             if before is not None:
                 self.rank.drop(before)
 
-    def _add(self, instance: Instance, number: int, slots: dict[int, Storage]) -> None:
+    def _add(self, instance: Instance, number: int, slots: dict[int, Storage], *, lingers: bool = False) -> None:
         """A parameter's gradient meets the one that is there."""
         storage = slots.pop(number, None)
         if storage is None:
@@ -247,7 +386,10 @@ class Player:
         if size not in self._adding:
             self._adding[size] = kernel_seconds(self.rank.device, Kernel("aten::add_", touched=3 * size))
         self.rank.run(Timed(self._adding[size]))
-        self.rank.drop(storage)
+        if lingers:
+            storage, self.lingering = self.lingering, storage
+        if storage is not None:
+            self.rank.drop(storage)
 
     def _use(self, instance: Instance, number: int) -> None:
         if number in instance.starts:
@@ -311,8 +453,8 @@ class Player:
             given.count += 1
             slots[part.input] = given
         where = self.rank.where
-        found = self.casts.take(instance.layer, part)
-        codes = "alone" if self.casts.shared and found is None else "again"
+        casts = self.casts.of(instance.layer, part)
+        codes = "alone" if self.casts.shared and casts is None else "again"
         for (code, number), name in zip(getattr(program, codes), self._names(program, codes), strict=False):
             if name:
                 self.rank.where = (instance.layer, name, instance.micro_batch, "recompute")
@@ -327,20 +469,17 @@ class Player:
                 if storage is not None:
                     self.rank.drop(storage)
             elif code == SAVE:
-                storage = slots.get(part.packs[number].value)
+                storage = slots.get(part.packs[number].value) or (casts or {}).get(part.packs[number].value)
                 if storage is not None:
                     storage.count += 1
                     instance.held[number] = storage
                     storage.is_saved(part.packs[number].owner)
         self.rank.drop_all(slots.values())
         self.rank.where = where
-        if found is not None:
-            instance.casts = found
+        if casts is not None:
             self.casts.clear()
 
     def _leave_input(self, instance: Instance) -> None:
-        self.rank.drop_all(instance.casts)
-        instance.casts = []
         if instance.input is not None:
             self.rank.drop(instance.input)
             instance.input = None

@@ -18,7 +18,7 @@ from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 from lowtide.planner.boundaries import boundary_bytes
 from lowtide.planner.pipeline import Pipeline
-from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, Transfer, actions, replay, shortened
+from lowtide.planner.schedule import Action, Replay, Transfer, actions, replay, shortened
 from lowtide.planner.simulation import Simulation, StageSimulation
 from lowtide.planner.stage import Decided, Stage
 from lowtide.policy import (
@@ -72,7 +72,7 @@ def simulate(
     make = partial(Stage, trace, layers, device, pipeline, limit=limit)
     short = shortened(pipeline)
     transfer = _transfers(trace, device)
-    if stages is None and short is pipeline and pipeline.schedule in ("gpipe", "1f1b", "interleaved"):
+    if stages is None and short is pipeline:
         together = {stage: make(stage, details=details) for stage in wanted}
         step = _together(together, pipeline, transfer)
         played = {number: _finished(stage, optimizer=optimizer) for number, stage in together.items()}
@@ -106,7 +106,7 @@ def simulate(
         result = _whole_step(result, one.optimizer_seconds, pipeline.micro_batches / short.micro_batches)
         results.append(replace(result, seconds=step.ends[number] + one.optimizer_seconds))
     slowest = max(result.seconds for result in results)
-    return Simulation(seconds=slowest, stages=tuple(results), bubble=step.bubble, notes=_notes(policy, pipeline))
+    return Simulation(seconds=slowest, stages=tuple(results), bubble=step.bubble, notes=_notes(policy))
 
 
 def _act(stage: Stage, pipeline: Pipeline) -> None:
@@ -119,8 +119,6 @@ class Played(NamedTuple):
 
     seconds: Mapping[Action, float]
     """What each action took."""
-    weight_share: float
-    """The share of a backward that computes parameters' gradients."""
     optimizer_seconds: float
     peak_allocation: int
     """Which allocation was at the peak."""
@@ -129,7 +127,7 @@ class Played(NamedTuple):
 
 def _finished(stage: Stage, *, optimizer: bool) -> Played:
     result = stage.finish(optimizer=optimizer)
-    return Played(stage.seconds, stage.weight_share, stage.optimizer_seconds, stage.rank.peak_allocation, result)
+    return Played(stage.seconds, stage.optimizer_seconds, stage.rank.peak_allocation, result)
 
 
 def _of_stage(policy: Policy, pipeline: Pipeline, stage: int) -> Policy:
@@ -170,10 +168,8 @@ class _Seconds:
 
     def of(self, action: Action) -> float:
         """The seconds of an action."""
-        kind: ActionKind = "backward" if action.kind in ("input", "weight") else action.kind
-        whole = self.stage.seconds.get(action._replace(kind=kind), self.usual[kind, action.chunk])
-        share = self.stage.weight_share
-        return whole * {"input": 1 - share, "weight": share}.get(action.kind, 1.0)
+        found = self.stage.seconds.get(action)
+        return self.usual[action.kind, action.chunk] if found is None else found
 
 
 def _layers(trace: Trace, policy: Policy | Resolution, pipeline: Pipeline) -> list[Decided]:
@@ -218,7 +214,7 @@ def _is_cat(operator: str) -> bool:
     return operator.rpartition(".")[2].partition("_")[0] == "cat"
 
 
-def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
+def _notes(policy: Policy | Resolution) -> tuple[str, ...]:
     notes = []
     if isinstance(policy, Policy):
         defaults = asdict(Communication())
@@ -227,13 +223,6 @@ def _notes(policy: Policy | Resolution, pipeline: Pipeline) -> tuple[str, ...]:
                 notes.append(
                     f"{name} ({YAML_KEYS[name]}) is not simulated: memory and time are those of {defaults[name]}"
                 )
-    if pipeline.schedule in HALVES:
-        notes.append("where a backward is split, a micro-batch is taken to hold its memory until the weights' half")
-        if isinstance(policy, Policy) and any(layer.recomputed_as_a_whole for layer in policy.layers):
-            notes.append(
-                f"{pipeline.schedule}: torch recomputes a layer that is recomputed as a whole once for every group of"
-                " its parameters, and not once as it is simulated; recompute operators instead"
-            )
     return tuple(notes)
 
 

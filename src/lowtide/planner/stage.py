@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
@@ -15,7 +16,7 @@ from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.program import Program, codes_of, compile_part
 from lowtide.planner.rank import Rank, Storage
 from lowtide.planner.replay import Player
-from lowtide.planner.schedule import HALVES, Action, position
+from lowtide.planner.schedule import HALVES, Action, is_folded, position
 from lowtide.planner.sharded import Sharing, sharing_of
 from lowtide.planner.simulation import Share, StageSimulation
 from lowtide.policy import Decision, Keep, Swap
@@ -63,12 +64,13 @@ class Stage:
         self.player.casts.shared = _is_split(pipeline) and any(cast_weights(step.program.part) for step in steps)
         self.player.defers = self.player.casts.shared and pipeline.schedule not in HALVES
         self.ends = [self._ends(pipeline, place) for place in range(len(self.chunks))]
+        for one, other in pairwise(self.ends):
+            if is_folded(pipeline) and abs(one.place - other.place) == 1:
+                one.after, other.before = other, one
         self.running: dict[tuple[int, int], _Running] = {}
         self.most = 0
         self.seconds: dict[Action, float] = {}
-        """What each action took; a backward in two halves counts as one, at its second half."""
-        self.weight_share = _weight_share(self.rank, steps) if pipeline.schedule in HALVES else 0.0
-        """The share of a backward that computes parameters' gradients, where it has two halves."""
+        """What each action took."""
         self.optimizer_seconds = 0.0
 
     def _ends(self, pipeline: Pipeline, chunk: int) -> StageEnds:
@@ -87,7 +89,7 @@ class Stage:
         self.rank.lanes.computation = max(self.rank.lanes.computation, until)
 
     def act(self, action: Action) -> None:
-        """Replay an action. Of a backward in two halves all is replayed with the second."""
+        """Replay an action."""
         before, key = self.now, (action.chunk, action.micro_batch)
         self.player.swapping.of_chunk(action.chunk)
         if action.kind == "forward":
@@ -95,10 +97,13 @@ class Stage:
             self.player.casts.fill((step.layer, step.program.part) for step in chunk)
             self.running[key] = _forward(self.player, chunk, ends, action.micro_batch)
             self.most = max(self.most, len(self.running))
-            self.seconds[action] = self.now - before
-        elif action.kind in ("backward", "weight"):
+        elif action.kind == "backward" or (action.kind == "weight" and self.ends[action.chunk].first):
             _backward(self.player, self.running.pop(key), self.ends[action.chunk])
-            self.seconds[action._replace(kind="backward")] = self.now - before
+        elif action.kind == "weight":
+            _second_half(self.player, self.running.pop(key), self.ends[action.chunk])
+        elif not self.ends[action.chunk].first:  # see [Note: two halves]
+            _first_half(self.player, self.running[key], self.ends[action.chunk])
+        self.seconds[action] = self.now - before
 
     def finish(self, *, optimizer: bool) -> StageSimulation:
         """The actions are over."""
@@ -233,6 +238,8 @@ class _Running:
     until_backward: list[Storage]
     output: Storage | None
     """What the stage holds of its output until this backward has ended."""
+    input_gradient: Storage | None = None
+    """The gradient of its input, between the halves of its backward."""
 
 
 def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batch: int) -> _Running:
@@ -275,7 +282,7 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batc
     for one in [*until["forward"], *(one for one in (*handed, *across) if one is not None)]:
         player.rank.drop(one)
     output = instances[-1].kept if storage is None else storage
-    return _Running(micro_batch, instances, until["backward"], ends.hold_output(output))
+    return _Running(micro_batch, instances, until["backward"], ends.hold_output(output, micro_batch))
 
 
 def _backward(player: Player, running: _Running, ends: StageEnds) -> None:
@@ -292,7 +299,38 @@ def _backward(player: Player, running: _Running, ends: StageEnds) -> None:
         if gradient is not None:
             player.rank.drop(gradient)
     else:
-        ends.send_back(gradient)
+        ends.send_back(gradient, running.micro_batch)
+    _end(player, running, ends)
+
+
+def _first_half(player: Player, running: _Running, ends: StageEnds) -> None:
+    gradient = ends.gradient(running.micro_batch)
+    handed: list[Storage | None] = []
+    for instance in reversed(running.instances):
+        gradient = player.first_half(instance, gradient, handed)
+        handed = instance.handed
+    player.end_first_half(running.instances)
+    player.rank.drop_all(storage for storage in handed if storage is not None)
+    if gradient is not None:
+        gradient.count += 1
+        running.input_gradient = gradient
+    ends.send_back(gradient, running.micro_batch)
+    if ends.last and running.output is not None:  # it has the loss instead
+        player.rank.drop(running.output)
+        running.output = None
+
+
+def _second_half(player: Player, running: _Running, ends: StageEnds) -> None:
+    for instance in running.instances:
+        player.second_half(instance)
+    player.end_second_half(running.instances)
+    if running.input_gradient is not None:
+        player.rank.drop(running.input_gradient)
+    _end(player, running, ends)
+
+
+def _end(player: Player, running: _Running, ends: StageEnds) -> None:
+    """A micro-batch's backward has ended."""
     for storage in [*running.until_backward, *(one for instance in running.instances for one in instance.left)]:
         player.rank.drop(storage)
     if running.output is not None:
@@ -307,15 +345,3 @@ def _optimize(player: Player, trace: Trace, static: Sequence[Static]) -> None:
     share = sum(sum(one.parameters) for one in static) / total if total else 1.0
     part = trace.optimizer.scaled(share) if share < 1 else trace.optimizer
     player.optimize(part, codes_of(part))
-
-
-def _weight_share(rank: Rank, steps: Sequence[_Step]) -> float:
-    weight = total = 0.0
-    for step in steps:
-        part = step.program.part
-        timed = rank.timed(part)
-        for what, number in part.backward:
-            if what == "run":
-                total += timed[number].seconds
-                weight += timed[number].seconds * any(part.values[one].gradient for one in part.kernels[number].writes)
-    return weight / total if total else 0.5

@@ -175,6 +175,13 @@ class Swapping:
             self.rank.drop(swapped.target)
         self.host_bytes -= swapped.size
 
+    def forget(self, swapped: Swapped) -> None:
+        """A backward has ended and its graph is kept: what was reloaded is freed."""
+        if swapped.target is not None:
+            self._arrive(swapped)
+            self.rank.drop(swapped.target)
+            swapped.target, swapped.awaited = None, False
+
     def _free(self, swapped: Swapped) -> None:
         source, swapped.source = swapped.source, None
         if source is not None:

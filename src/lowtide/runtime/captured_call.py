@@ -73,7 +73,7 @@ class HeldArgument:
         """The tensor for a replay; RebuildError if it was written to."""
         if self.tensor is None:
             assert self.offloaded is not None
-            return self.offloaded.tensor().detach().requires_grad_(self.requires_grad)
+            return _given_again(self.offloaded.tensor(), self.requires_grad)
         if version_of(self.tensor) != self.version:
             raise RebuildError(
                 f"{whose} cannot be recomputed: one of its inputs was changed in place after it ran (version"
@@ -92,8 +92,24 @@ class RecomputedArgument:
 
     def again(self, whose: str) -> Tensor:
         """The tensor for a replay."""
-        tensor = self.source.tensor()
-        return tensor.detach().requires_grad_() if self.requires_grad else tensor
+        return _given_again(self.source.tensor(), self.requires_grad)
+
+
+def _given_again(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """The argument of a replay, made from what was recomputed or reloaded.
+
+    No leaf, as it was none in forward: autocast keeps the casts of leaves until its context ends, and with them the
+    graph of the replay. Around a pipeline's step that is the end of the step.
+    """
+    if not requires_grad:
+        return tensor.detach()
+    leaf = tensor.detach().requires_grad_()
+    before = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    try:
+        return leaf.view_as(leaf)
+    finally:
+        set_grad_enabled(before)
 
 
 _ARGUMENTS = (HeldArgument, RecomputedArgument, Copied)

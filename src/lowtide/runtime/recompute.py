@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,13 @@ from lowtide._torch_private.backward import current_backward
 from lowtide._torch_private.collectives import group_name_of, is_collective
 from lowtide._torch_private.compiled import is_dynamo_compiling
 from lowtide._torch_private.profiler import profiler_range
+from lowtide._torch_private.saved_tensor_hooks import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 from lowtide.operators.calls import tensors_of
+from lowtide.operators.saved import unpack_once
 from lowtide.operators.wrappers import Function, take_back
 from lowtide.policy import Keep, Policy
 from lowtide.runtime.ambient import ambient, precision, restored
@@ -139,6 +146,19 @@ class _Groups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _recompute_once_for_both_halves() -> bool:
+    """On top of the checkpoint's hooks, push some that ask them once for a backward in two halves.
+
+    Torch's checkpoint recomputes a layer for every graph task. See [Note: a backward in two halves] in
+    :mod:`lowtide.operators.saved`. False where the checkpoint has no hooks: without gradients it does nothing.
+    """
+    top = top_saved_tensors_hooks(False)
+    if top is None:
+        return False
+    push_saved_tensors_hooks(top[0], partial(unpack_once, top[1]))
+    return True
+
+
 _CALL = "lowtide_call"
 """The keyword that carries a call through the checkpoint to its replay."""
 
@@ -177,7 +197,12 @@ class _Replays:
                 return again(*args, **kwargs)
             if not call.ran:
                 args, kwargs = call.begin(args, kwargs)
-                return again(*args, **kwargs)
+                pushed = _recompute_once_for_both_halves()
+                try:
+                    return again(*args, **kwargs)
+                finally:
+                    if pushed:
+                        pop_saved_tensors_hooks()
             # Hardly ever by contexts: torch's checkpoint ends this by an exception, and contexts that are functions
             # take ten times as long then.
             undo = call.put_back()

@@ -267,6 +267,7 @@ class Part:
             kernels=tuple(
                 kernel._replace(
                     touched=int(kernel.touched * share),
+                    shape=f"{share:.4g} of {kernel.shape}",  # what was measured of the whole is not its time
                     seconds=kernel.seconds * share if kernel.seconds is not None else None,
                 )
                 for kernel in self.kernels
