@@ -60,7 +60,7 @@ def _unpack_in_halves(unpack: Callable[[_Packed], Tensor], packed: _Packed) -> T
     """See [Note: a backward in two halves]."""
     global _seen_halves
     node = current_node()
-    if node is None:  # nothing runs: somebody looks at what a node has saved
+    if node is None:  # nothing runs: the user looks at what a node has saved
         return unpack(packed)
     held: dict[int, Tensor] = node.metadata.get(_HELD, {})
     tensor = held.pop(id(packed), None)

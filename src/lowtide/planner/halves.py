@@ -27,7 +27,7 @@ class Halves:
     """A part's backward in two halves."""
 
     first: tuple[Code, ...]
-    """What computes the gradient of the input. ``HOLD`` stands where a kernel of the second half would have run: what
+    """What computes the gradient of the input. ``HOLD`` is where a kernel of the second half would have run: what
     that reads is held for it."""
     second: tuple[Code, ...]
     """What computes the gradients of the parameters."""

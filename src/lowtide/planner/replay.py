@@ -244,7 +244,7 @@ class Player:
             if code == MAKE:
                 slots[number] = self.rank.make(values[number].size)
             elif code == RUN:
-                self._run_beside(slots, number, part)
+                self._add_apart_if_held(slots, number, part)
                 self.rank.run(timed[number])
             elif code == HOLD:
                 for value in part.kernels[number].reads:
@@ -273,7 +273,7 @@ class Player:
             found = self._split[id(program)] = (program, halves_of(program.part, program.backward))
         return found[1]
 
-    def _run_beside(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
+    def _add_apart_if_held(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
         """Autograd adds in place only to what nothing else holds."""
         if part.kernels[kernel].kind == "aten::add_" and any(
             number in slots and slots[number].count > 1 for number in part.kernels[kernel].writes

@@ -98,7 +98,7 @@ class RecomputedArgument:
 def _given_again(tensor: Tensor, requires_grad: bool) -> Tensor:
     """The argument of a replay, made from what was recomputed or reloaded.
 
-    No leaf, as it was none in forward: autocast keeps the casts of leaves until its context ends, and with them the
+    It is no leaf, and was none in forward: autocast keeps the casts of leaves until its context ends, and with them the
     graph of the replay. Around a pipeline's step that is the end of the step.
     """
     if not requires_grad:
