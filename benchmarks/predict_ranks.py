@@ -12,7 +12,7 @@ What is predicted comes from ranks that are imagined in one process: no device, 
 the model as the runner builds it, in real processes on tide. Kernels and links reach efficiencies that follow from a
 seed; the prediction is given a device as ``lowtide calibrate`` measures it, and the bandwidths of the fabric and the
 network that one gather of 64 MiB shows. How many tokens the experts of a rank get is not predicted: it is given, as
-routers report it. The simulator shares no code with the device.
+routers report it, for each layer. The simulator shares no code with the device.
 """
 
 from __future__ import annotations
@@ -156,8 +156,10 @@ def compare(layout: Layout, shape: DecoderShape, ranks: Ranks, rates: Rates, cou
         sequence=LENGTH,
         reshard=layout.degrees.pipeline == 1,
     )
-    skews = ranks.run(measure_skew, rank) if layout.degrees.expert > 1 else [1.0] * layout.degrees.world
-    traces = {skew: traced(replace(rank, expert_skew=skew)) for skew in dict.fromkeys(skews)}
+    skews = ranks.run(measure_skew, rank) if layout.degrees.expert > 1 else [(1.0,) * LAYERS] * layout.degrees.world
+    # A rank's memory depends on what its own experts get. Its time depends on the fullest, for whom all others wait.
+    fullest = tuple(map(max, *skews))
+    traces = {skew: traced(replace(rank, expert_skew=skew)) for skew in dict.fromkeys([*skews, fullest])}
     devices = {skew: calibrated(trace, rates) for skew, trace in traces.items()}
     pipeline = layout.pipeline
     policies = policies_for(traces[skews[0]], sum(map(ord, label(layout, shape))), count)
@@ -173,7 +175,7 @@ def compare(layout: Layout, shape: DecoderShape, ranks: Ranks, rates: Rates, cou
                 (simulated[skew].stages[place // each].peak + given) / one.peak - 1
                 for place, (skew, one) in enumerate(zip(skews, found, strict=True))
             ),
-            max(one.seconds for one in simulated.values()) / max(one.seconds for one in found) - 1,
+            simulated[fullest].seconds / max(one.seconds for one in found) - 1,
         )
 
 
@@ -183,8 +185,8 @@ def traced(rank: TracedRank) -> Trace:
         return trace_rank(replace(rank, loss=loss_of))
 
 
-def measure_skew(rank: TracedRank) -> float:
-    """On each rank: what its experts get of the tokens."""
+def measure_skew(rank: TracedRank) -> tuple[float, ...]:
+    """On each rank: what its experts get of the tokens, in each layer."""
     use_machine(devices_per_node=PER_NODE)
     return measured_skew(rank)
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,39 +82,47 @@ def measured_steps(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipel
     return [_measured(rank, policy, pipeline) for policy in policies]
 
 
-def measured_skew(rank: TracedRank) -> float:
-    """How many times an even share of the tokens this rank's experts get in a step, as routers report it."""
+def measured_skew(rank: TracedRank) -> tuple[float, ...]:
+    """How many times an even share of the tokens this rank's experts get in each layer, as routers report it in the
+    step that is measured."""
     pipeline, device = pipeline_of(rank), torch.device("tide", 0)
-    found: list[float] = []
-
-    def note(_: nn.Module, __: object, planned: Any) -> None:
-        found.append(sum(planned.received) / sum(planned.sent))
-
+    found = [1.0] * rank.shape.num_layers
     with built(rank, Policy((LayerPolicy(),) * rank.shape.num_layers), pipeline, device) as models:
-        for module in models[0].modules():
-            if isinstance(module, Plan):
-                module.register_forward_hook(note)
-        step_of(models, rank, pipeline, device)()
-    return sum(found) / len(found)
+        for number, layer in enumerate(models[0].layers.values()):
+            for module in layer.modules():
+                if isinstance(module, Plan):
+                    module.register_forward_hook(partial(_note, found, number))
+        for _ in _steps(models, rank, pipeline, device):
+            pass
+    return tuple(found)
+
+
+def _note(found: list[float], layer: int, _: nn.Module, __: object, planned: Any) -> None:
+    found[layer] = sum(planned.received) / sum(planned.sent)
 
 
 def _measured(rank: TracedRank, policy: Policy, pipeline: Pipeline) -> Measured:
     device = torch.device("tide", 0)
     with built(rank, policy, pipeline, device) as models:
-        optimizer = torch.optim.AdamW(_groups(nn.ModuleList(models)), fused=True)
-        step = step_of(models, rank, pipeline, device)
-        gc.collect()  # an earlier model may still be there
-        for _ in range(3):
-            torch.accelerator.synchronize()
-            torch.accelerator.reset_peak_memory_stats()
-            dist.barrier()
-            begin = tide.now()
-            step()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            torch.accelerator.synchronize()
-            seconds = (tide.now() - begin) / 1e9
-        return Measured(torch.accelerator.max_memory_allocated(), seconds)
+        *_, last = _steps(models, rank, pipeline, device)
+        return last
+
+
+def _steps(models: list[Any], rank: TracedRank, pipeline: Pipeline, device: torch.device) -> Iterator[Measured]:
+    """Three steps: one learns, one is warm, and one is to be looked at."""
+    optimizer = torch.optim.AdamW(_groups(nn.ModuleList(models)), fused=True)
+    step = step_of(models, rank, pipeline, device)
+    gc.collect()  # an earlier model may still be there
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        dist.barrier()
+        begin = tide.now()
+        step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.accelerator.synchronize()
+        yield Measured(torch.accelerator.max_memory_allocated(), (tide.now() - begin) / 1e9)
 
 
 @contextmanager

@@ -52,8 +52,9 @@ class TracedRank:
     """Whether gathered parameters are freed after forward and gathered again in backward."""
     optimizer: OptimizerName = "adamw"
     """Whose states and step are traced."""
-    expert_skew: float = 1.0
-    """How many times an even share of the tokens this rank's experts get, where ranks share experts."""
+    expert_skew: float | tuple[float, ...] = 1.0
+    """How many times an even share of the tokens this rank's experts get, where ranks share experts: in all layers, or
+    in each."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss of logits and labels; None for the runner's own."""
 
@@ -81,7 +82,9 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
             # The first stage has what comes before the layers, the last what comes after them.
             apart = [] if rank.degrees.pipeline == 1 else [one for one in (model.norm, model.head) if one is not None]
             apply_fsdp(model, model.layers.values(), division, meshes, apart)
-            _balance(model, rank.expert_skew)
+            skews = rank.expert_skew
+            for number, layer in zip(chosen, model.layers.values(), strict=True):
+                _balance(layer, skews[number] if isinstance(skews, tuple) else skews)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, progress)
         finally:
@@ -141,7 +144,7 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
     return chosen, represented_by
 
 
-def _balance(model: nn.Module, skew: float) -> None:
+def _balance(layer: nn.Module, skew: float) -> None:
     """How a router will choose is not known: this rank's experts are taken to get ``skew`` times an even share."""
 
     def lengths(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:
@@ -152,7 +155,7 @@ def _balance(model: nn.Module, skew: float) -> None:
                 read_by_host(counts.sum(1))
         return shares, [round(share * skew) for share in shares]
 
-    for module in model.modules():
+    for module in layer.modules():
         if isinstance(module, Plan):
             module.lengths = lengths  # type: ignore[method-assign]
 
