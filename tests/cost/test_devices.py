@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lowtide.cost.device import Device
+from lowtide.cost.device import Device, Reserve
 from lowtide.cost.devices import DEVICES, EFFICIENCY, device_by_product, find_device
 from lowtide.errors import PlanError
 
@@ -25,6 +27,26 @@ def test_figures_are_in_a_sane_order(device: Device) -> None:
     assert device.link_out < device.memory_bandwidth
     assert device.host_memory >= device.capacity
     assert all(0 < share <= 1 for share in device.efficiency.values())
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_most_of_the_memory_is_for_tensors(device: Device) -> None:
+    assert device.budget == device.capacity - device.reserve.driver - device.reserve.workspace
+    assert 0.9 * device.capacity < device.budget < device.capacity
+    with_groups = device.reserve.total(4, 1)
+    assert with_groups == device.reserve.total(3) + device.reserve.all_to_all
+    assert device.reserve.total() <= with_groups < 0.25 * device.capacity
+
+
+def test_a_devices_file_has_its_reserve_and_one_from_before_gets_what_is_assumed() -> None:
+    device = replace(find_device("h100"), reserve=Reserve(driver=1, communication=2, all_to_all=3, workspace=4))
+    value = json.loads(json.dumps(device.as_json()))
+    assert Device.from_json(value) == device
+    assert Device.from_json({**value, "reserve": {"driver": 7}}).reserve == Reserve(driver=7)
+    del value["reserve"]
+    assert Device.from_json(value) == replace(device, reserve=Reserve())
+    with pytest.raises(PlanError, match=r"not a device: .*'drivers'"):
+        Device.from_json({**value, "reserve": {"drivers": 7}})
 
 
 def test_a_device_is_found_by_name_or_by_its_file(tmp_path: Path) -> None:

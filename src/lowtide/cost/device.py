@@ -10,9 +10,34 @@ from typing import Any
 
 from lowtide.errors import PlanError
 
-__all__ = ["Device"]
+__all__ = ["Device", "Reserve"]
 
 FORMAT = 1
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserve:
+    """Bytes of a device's memory that are not for tensors. The defaults are assumptions, for a device of which nothing
+    else is known: those of an NVIDIA device with NVLink."""
+
+    driver: int = 1024 * MIB
+    """The driver's context of a process, with the kernels that it loads."""
+    communication: int = 688 * MIB
+    """Buffers of a process group: each has its own."""
+    all_to_all: int = 3128 * MIB
+    """The same for a group that has all-to-alls, whose ranks are all connected to each other."""
+    workspace: int = 64 * MIB
+    """Workspaces of matrix products: one for each thread and stream that has any."""
+
+    def total(self, groups: int = 0, all_to_all: int = 0) -> int:
+        """All of it in a run with so many process groups, of which so many have all-to-alls.
+
+        >>> Reserve(driver=500, communication=40, all_to_all=300, workspace=8).total(3, 1)
+        888
+        """
+        connected = all_to_all * self.all_to_all
+        return self.driver + self.workspace + (groups - all_to_all) * self.communication + connected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +47,7 @@ class Device:
     name: str
     """What it is called: ``h100``."""
     capacity: int
-    """Its memory in bytes."""
+    """Its memory in bytes, as torch reports it: less than the data sheet's, by what the system keeps to itself."""
     flops: Mapping[str, float]
     """Floating-point operations per second of matrix products, by dtype: ``bfloat16``, ``float32``."""
     memory_bandwidth: float
@@ -46,6 +71,10 @@ class Device:
     devices_per_node: int = 8
     host_memory: int = 1 << 40
     """Memory of a node's host in bytes, which its devices share."""
+    reserve: Reserve = field(default_factory=Reserve)
+    """What of its memory is not for tensors."""
+    expandable_segments: bool = False
+    """Whether torch's allocator is set to ``expandable_segments:True`` on it."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """The share of the peak that kernels reach, by kind (``aten::mm``) or by class: ``matmul``, ``attention``,
     ``memory``, ``link_out``, ``link_in``, ``collective``. What is missing is 1. A kind with FLOPs may have another
@@ -57,9 +86,9 @@ class Device:
 
     @property
     def budget(self) -> int:
-        """The memory that a run may reserve unless its user says otherwise: all but a twentieth, which the driver, the
-        runtime and the buffers of collectives are assumed to take."""
-        return self.capacity - self.capacity // 20
+        """The memory that a run of one process may reserve unless its user says otherwise. Process groups leave less:
+        see :func:`lowtide.planner.budget.budget_of`."""
+        return max(0, self.capacity - self.reserve.total())
 
     def as_json(self) -> dict[str, Any]:
         """The device as plain JSON values."""
@@ -75,7 +104,8 @@ class Device:
         if unknown := set(given) - known:
             raise PlanError(f"a device has {', '.join(sorted(known))}; found also {', '.join(sorted(unknown))}")
         try:
-            return Device(**{**given, "notes": tuple(given.get("notes", ()))})
+            reserve = Reserve(**given.get("reserve", {}))  # files from before have none
+            return Device(**{**given, "notes": tuple(given.get("notes", ())), "reserve": reserve})
         except TypeError as error:
             raise PlanError(f"not a device: {error}") from None
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lowtide.cost.device import Device
+from lowtide.cost.device import MIB, Device, Reserve
 from lowtide.errors import PlanError
 
 __all__ = ["DEVICES", "EFFICIENCY", "device_by_product", "find_device", "is_torch_device"]
@@ -36,9 +36,25 @@ EFFICIENCY = {
 _ASSUMED = (
     "nominal figures of the data sheet",
     "efficiency factors are assumptions; `lowtide calibrate` measures them",
-    "unless a budget is given, a twentieth of the memory is left to the driver, the runtime and collectives: an"
-    " assumption",
+    "what the driver, process groups and workspaces take of the memory is an assumption",
 )
+
+
+# What is known of the reserves; the rest is an assumption.
+#
+# driver: of an H100, 1.06 GB were not torch's before a first all-to-all (NVIDIA/nccl issue 1685). A process that had
+#   done little was seen to hold 612 MiB of an H200 and 470 MiB of an RTX 4090; of an Ascend 910B 0.55 to 0.9 GiB were
+#   neither free nor torch's.
+# communication: a group of four A100s with NVLink took 688 MiB, of two 544 MiB (NVIDIA/nccl issue 964). HCCL takes
+#   twice HCCL_BUFFSIZE, which is 200 MB, for each group (CANN's reference of environment variables).
+# all_to_all: 3.28 GB more on each of eight H100s after it, with 32 channels to each of the others (issue 1685).
+# workspace: torch has one for each cuBLAS handle and stream, so one for forward and one for backward: 32 MiB on Hopper
+#   and Blackwell, 8.125 MiB on others, 128 MiB on gfx942 and gfx950 (ATen/cuda/CublasHandlePool.cpp).
+_NVIDIA = Reserve()
+_AMPERE = Reserve(workspace=2 * 8320 * 1024)
+_INSTINCT = Reserve(workspace=2 * 128 * MIB)
+_HCCL = Reserve(driver=900 * MIB, communication=400 * 10**6, all_to_all=400 * 10**6)
+_HOST = Reserve(driver=4096 * MIB, communication=0, all_to_all=0, workspace=0)
 
 
 def _device(name: str, *notes: str, **figures: Any) -> Device:
@@ -60,9 +76,10 @@ _HOPPER: dict[str, Any] = {
     "interconnect": 450 * GIGA,  # NVLink 4
     "network": 50 * GIGA,  # one 400 Gb/s port for each device
     "host_memory": 2048 * GIB,
+    "reserve": _NVIDIA,
 }
 _ASCEND: dict[str, Any] = {
-    "capacity": 64 * GIB,
+    "capacity": int(60.97 * GIB),
     "memory_bandwidth": 1600 * GIGA,
     "link_out": 32 * GIGA,  # PCIe 4 x16
     "link_in": 32 * GIGA,
@@ -70,6 +87,7 @@ _ASCEND: dict[str, Any] = {
     "network": 25 * GIGA,  # one 200 Gb/s port for each device
     "launch": 8e-6,
     "kernel_latency": 4e-6,
+    "reserve": _HCCL,
 }
 
 DEVICES: dict[str, Device] = {
@@ -78,7 +96,8 @@ DEVICES: dict[str, Device] = {
         _device(
             "a100",
             "SXM, 80 GB; float32 without TF32",
-            capacity=80 * GIB,
+            capacity=int(79.15 * GIB),
+            reserve=_AMPERE,
             flops=_rates(312, 19.5, 19.5),
             memory_bandwidth=2039 * GIGA,
             link_out=32 * GIGA,  # PCIe 4 x16
@@ -90,21 +109,22 @@ DEVICES: dict[str, Device] = {
         _device(
             "h100",
             "SXM, 80 GB; float32 without TF32",
-            capacity=80 * GIB,
+            capacity=int(79.10 * GIB),
             memory_bandwidth=3350 * GIGA,
             **_HOPPER,
         ),
         _device(
             "h200",
             "SXM, 141 GB; float32 without TF32",
-            capacity=141 * 10**9,
+            capacity=int(139.80 * GIB),
             memory_bandwidth=4800 * GIGA,
             **_HOPPER,
         ),
         _device(
             "b200",
             "180 GB, as in an eight-device node; float32 without TF32",
-            capacity=180 * 10**9,
+            capacity=int(178.35 * GIB),
+            reserve=_NVIDIA,
             flops=_rates(2250, 75, 37, 4500),
             memory_bandwidth=7700 * GIGA,
             link_out=64 * GIGA,  # PCIe 5 x16
@@ -116,7 +136,8 @@ DEVICES: dict[str, Device] = {
         _device(
             "mi300x",
             "192 GB",
-            capacity=192 * GIB,
+            capacity=int(191.69 * GIB),
+            reserve=_INSTINCT,
             flops=_rates(1307, 163, 163, 2615),
             memory_bandwidth=5300 * GIGA,
             link_out=64 * GIGA,  # PCIe 5 x16
@@ -156,7 +177,9 @@ DEVICES: dict[str, Device] = {
         _device(
             "cpu",
             "a server's socket of about 32 cores, an assumption; swapping there is a copy from memory to memory",
+            "4 GiB are left to the system",
             capacity=256 * GIB,
+            reserve=_HOST,
             flops=_rates(4, 2, 1),
             memory_bandwidth=200 * GIGA,
             link_out=20 * GIGA,
@@ -179,7 +202,7 @@ def find_device(name: str | Path) -> Device:
     """The device of a name, or of a file that ``lowtide calibrate`` wrote; PlanError if there is none.
 
     >>> find_device("h100").capacity // 2**30
-    80
+    79
     """
     text = str(name)
     if (found := DEVICES.get(text.lower())) is not None:

@@ -12,7 +12,9 @@ from lowtide.units import format_bytes
 
 __all__ = ["print_devices"]
 
-_COLUMNS = ("name", "memory", "budget unless given", "bf16 TFLOPS", "memory GB/s", "link GB/s", "node", "what it is")
+_COLUMNS = (
+    "name", "memory", "reserve", "each group", "bf16 TFLOPS", "memory GB/s", "link GB/s", "node", "what it is",
+)  # fmt: skip
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
@@ -26,7 +28,8 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
         table.add_row(
             device.name,
             format_bytes(device.capacity),
-            format_bytes(device.budget),
+            format_bytes(device.reserve.total()),
+            format_bytes(device.reserve.communication),
             f"{device.flops.get('bfloat16', 0.0) / 1e12:,.0f}",
             f"{device.memory_bandwidth / 1e9:,.0f}",
             f"{device.link_out / 1e9:,.0f}",
@@ -36,5 +39,10 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
     console.print(table)
     console.print(
         "nominal figures, dense; `lowtide calibrate` measures a device that is here and writes a file for --device",
+        soft_wrap=True,
+    )
+    console.print(
+        "reserve: memory that the driver and workspaces take, and each process group in addition; assumed, and not in"
+        " the budget unless one is given; --reserve says otherwise",
         soft_wrap=True,
     )
