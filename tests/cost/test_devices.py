@@ -10,12 +10,17 @@ import pytest
 
 from lowtide.cost.device import Device, Reserve
 from lowtide.cost.devices import DEVICES, EFFICIENCY, device_by_product, find_device
+from lowtide.cost.kernels import family_of
 from lowtide.errors import PlanError
 
 
 def test_every_device_that_the_command_promises_is_there_and_says_what_it_assumes() -> None:
-    assert set(DEVICES) == {"a100", "h100", "h200", "b200", "mi300x", "910b", "910c", "gaudi", "cpu"}
+    assert set(DEVICES) == {
+        *("a100-40", "a100", "h100", "h200", "b200", "gb200", "l40s", "rtx4090", "rtx5090"),
+        *("mi300x", "mi355x", "910b", "910c", "gaudi", "cpu"),
+    }
     for device in DEVICES.values():
+        assert device.source
         assert set(device.efficiency) == set(EFFICIENCY)
         assert any("assumption" in note for note in device.notes)
 
@@ -49,6 +54,16 @@ def test_a_devices_file_has_its_reserve_and_one_from_before_gets_what_is_assumed
         Device.from_json({**value, "reserve": {"drivers": 7}})
 
 
+@pytest.mark.parametrize("name", ["l40s", "rtx4090", "rtx5090"])
+def test_devices_without_a_fabric_of_their_own_reach_each_other_over_pcie(name: str) -> None:
+    device = DEVICES[name]
+    assert device.interconnect == device.link_out == device.link_in
+
+
+def test_the_kernels_of_every_device_are_known() -> None:
+    assert {name: family_of(name) for name in DEVICES if family_of(name) == "other"} == {}
+
+
 def test_a_device_is_found_by_name_or_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     find_device("H100").save(file)
@@ -69,11 +84,22 @@ def test_a_device_file_that_is_missing_says_so() -> None:
     ("product", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("Ascend910_9382", "910c"),
         ("NVIDIA H200", "h200"),
         ("AMD Instinct MI300X", "mi300x"),
         ("Ascend910B2", "910b"),
-        ("NVIDIA L40S", None),
+        ("NVIDIA RTX A5000", None),
         ("NVIDIA RTX A1000", None),
     ],
 )
@@ -83,5 +109,5 @@ def test_a_device_is_known_by_what_its_driver_calls_it(product: str, name: str |
 
 
 def test_a_backend_is_no_device_of_the_table() -> None:
-    with pytest.raises(PlanError, match="'cuda' says which backend, not which device: give one of a100, h100"):
+    with pytest.raises(PlanError, match="'cuda' says which backend, not which device: give one of a100, a100-40, h100"):
         find_device("cuda")

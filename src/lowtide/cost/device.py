@@ -82,7 +82,9 @@ class Device:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Measured seconds of kernels, by ``kind|dtype|shape``."""
     notes: tuple[str, ...] = ()
-    """Where the figures come from."""
+    """What was assumed or measured."""
+    source: str = ""
+    """The document that the nominal figures are from."""
 
     @property
     def budget(self) -> int:

@@ -12,9 +12,8 @@ from lowtide.units import format_bytes
 
 __all__ = ["print_devices"]
 
-_COLUMNS = (
-    "name", "memory", "reserve", "each group", "bf16 TFLOPS", "memory GB/s", "link GB/s", "node", "what it is",
-)  # fmt: skip
+_LAST = "what it is, and whose figures"
+_COLUMNS = ("name", "memory", "reserve", "each group", "bf16 TFLOPS", "memory GB/s", "link GB/s", "node", _LAST)
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
@@ -23,7 +22,7 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
     shared = set.intersection(*(set(device.notes) for device in listed)) if listed else set()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("name", "what it is") else "right")
+        table.add_column(name, justify="left" if name in ("name", _LAST) else "right")
     for device in listed:
         table.add_row(
             device.name,
@@ -34,7 +33,7 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
             f"{device.memory_bandwidth / 1e9:,.0f}",
             f"{device.link_out / 1e9:,.0f}",
             str(device.devices_per_node),
-            "; ".join(note for note in device.notes if note not in shared),
+            "; ".join(filter(None, (*(note for note in device.notes if note not in shared), device.source))),
         )
     console.print(table)
     console.print(
