@@ -31,6 +31,8 @@ def test_figures_are_in_a_sane_order(device: Device) -> None:
     assert device.network <= device.interconnect <= device.memory_bandwidth
     assert device.link_out < device.memory_bandwidth
     assert device.host_memory >= device.capacity
+    assert 0 < device.host_bandwidth / device.devices_per_node <= device.memory_bandwidth
+    assert device.devices_per_node % device.link_sharing == 0
     assert all(0 < share <= 1 for share in device.efficiency.values())
 
 

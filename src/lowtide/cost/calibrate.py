@@ -91,6 +91,8 @@ def calibrate(
         capacity=_capacity(device),
         devices_per_node=like.devices_per_node if like else max(1, torch.accelerator.device_count()),
         host_memory=_host_memory(),
+        host_bandwidth=like.host_bandwidth if like else 0.0,
+        link_sharing=like.link_sharing if like else 1,
         reserve=_reserve(device, like),
         measured={key: measured[key] for key in given if key in measured},
         notes=_notes(device, like, len(measured), {key.partition("|")[0] for key in failed if key in given}),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ class Device:
     devices_per_node: int = 8
     host_memory: int = 1 << 40
     """Memory of a node's host in bytes, which its devices share."""
+    host_bandwidth: float = 0.0
+    """Of that memory, which the devices share too; 0 where it is not known, and then it is no limit."""
+    link_sharing: int = 1
+    """How many devices share one link to the host, as those of a PCIe switch do."""
     reserve: Reserve = field(default_factory=Reserve)
     """What of its memory is not for tensors."""
     expandable_segments: bool = False
@@ -91,6 +96,28 @@ class Device:
         """The memory that a run of one process may reserve unless its user says otherwise. Process groups leave less:
         see :func:`lowtide.planner.budget.budget_of`."""
         return max(0, self.capacity - self.reserve.total())
+
+    def in_run(self, ranks: int) -> Device:
+        """The device in a run of so many ranks, with the rates to and from the host that it has while the others of its
+        node copy as much at the same time: the smaller of its share of the link and of the host's memory.
+
+        >>> device = Device(name="", capacity=1, flops={}, memory_bandwidth=1.0, link_out=32.0, link_in=32.0,
+        ...     interconnect=1.0, network=1.0, devices_per_node=8, link_sharing=2, host_bandwidth=100.0)
+        >>> [device.in_run(ranks).link_out for ranks in (1, 2, 8)]
+        [32.0, 16.0, 12.5]
+        """
+        if self.link_sharing == 1 and not self.host_bandwidth:
+            return self
+        here = min(ranks, self.devices_per_node)
+        share = min(here, self.link_sharing)
+        most = self.host_bandwidth / here if self.host_bandwidth else math.inf
+        return replace(
+            self,
+            link_out=min(self.link_out / share, most),
+            link_in=min(self.link_in / share, most),
+            host_bandwidth=0.0,
+            link_sharing=1,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The device as plain JSON values."""

@@ -40,6 +40,7 @@ _ASSUMED = (
     "nominal figures of the data sheet",
     "efficiency factors are assumptions; `lowtide calibrate` measures them",
     "what the driver, process groups and workspaces take of the memory is an assumption",
+    "the host's memory, its bandwidth and how many devices share a link to it are those of a usual server: assumptions",
 )
 
 
@@ -81,6 +82,7 @@ _USUAL: dict[str, Any] = {
     "link_in": 64 * GIGA,
     "network": 50 * GIGA,  # one 400 Gb/s port for each device
     "host_memory": 2048 * GIB,
+    "host_bandwidth": 614.4 * GIGA,  # two sockets with eight channels of DDR5-4800
     "reserve": _NVIDIA,
 }
 _AMPERE_NODE: dict[str, Any] = {
@@ -89,7 +91,9 @@ _AMPERE_NODE: dict[str, Any] = {
     "link_in": 32 * GIGA,
     "interconnect": 300 * GIGA,  # NVLink 3
     "network": 25 * GIGA,
+    "link_sharing": 2,  # a PCIe switch for two, as in a DGX A100
     "host_memory": 1024 * GIB,
+    "host_bandwidth": 409.6 * GIGA,  # two sockets with eight channels of DDR4-3200
     "reserve": _AMPERE,
     "source": "NVIDIA A100 Tensor Core GPU data sheet",
 }
@@ -101,6 +105,7 @@ _GEFORCE: dict[str, Any] = {
     "network": 12.5 * GIGA,  # one 100 Gb/s port for each device
     "devices_per_node": 4,
     "host_memory": 512 * GIB,
+    "host_bandwidth": 307.2 * GIGA,  # one socket with eight channels of DDR5-4800
 }
 _ASCEND: dict[str, Any] = {
     "capacity": int(60.97 * GIB),
@@ -110,6 +115,7 @@ _ASCEND: dict[str, Any] = {
     "interconnect": 196 * GIGA,  # HCCS, seven links; the same of a 910C's die
     "network": 25 * GIGA,  # one 200 Gb/s port for each device
     "host_memory": 1536 * GIB,
+    "host_bandwidth": 750.8 * GIGA,  # four sockets with eight channels of DDR4-2933
     "launch": 8e-6,
     "kernel_latency": 4e-6,
     "reserve": _HCCL,
@@ -155,20 +161,23 @@ DEVICES: dict[str, Device] = {
             flops=_rates(2250, 75, 37, 4500),
             memory_bandwidth=7700 * GIGA,
             interconnect=900 * GIGA,  # NVLink 5
+            host_bandwidth=716.8 * GIGA,  # two sockets with eight channels of DDR5-5600
             source="NVIDIA HGX B200 data sheet",
         ),
         _device(
             "gb200",
             "186 GB; a node is a rack of 72; float32 without TF32",
-            "each Grace has 480 GB, and one NVLink-C2C of 450 GB/s each way for its two devices",
+            "each Grace has 480 GB; its NVLink-C2C of 450 GB/s each way is taken to be shared by its two devices",
             capacity=int(184.31 * GIB),
             flops=_rates(2500, 80, 40, 5000),
             memory_bandwidth=8000 * GIGA,
             link_out=450 * GIGA,  # NVLink-C2C
             link_in=450 * GIGA,
             interconnect=900 * GIGA,  # NVLink 5
+            link_sharing=2,
             devices_per_node=72,
             host_memory=36 * 480 * 10**9,
+            host_bandwidth=36 * 512 * GIGA,
             source="NVIDIA GB200 NVL72 data sheet",
         ),
         _device(
@@ -180,6 +189,7 @@ DEVICES: dict[str, Device] = {
             link_out=32 * GIGA,  # PCIe 4 x16
             link_in=32 * GIGA,
             interconnect=32 * GIGA,
+            link_sharing=2,
             network=25 * GIGA,
             host_memory=1024 * GIB,
             reserve=_ADA,
@@ -216,6 +226,7 @@ DEVICES: dict[str, Device] = {
             flops=_rates(1307, 163, 163, 2615),
             memory_bandwidth=5300 * GIGA,
             interconnect=448 * GIGA,  # seven Infinity Fabric links
+            host_bandwidth=921.6 * GIGA,  # two sockets with twelve channels of DDR5-4800
             reserve=_INSTINCT,
             source="AMD Instinct MI300X accelerator data sheet",
         ),
@@ -227,6 +238,7 @@ DEVICES: dict[str, Device] = {
             memory_bandwidth=8000 * GIGA,
             interconnect=537.6 * GIGA,  # seven Infinity Fabric links
             host_memory=3072 * GIB,
+            host_bandwidth=1152 * GIGA,  # two sockets with twelve channels of DDR5-6000
             reserve=_INSTINCT,
             source="AMD Instinct MI355X GPU data sheet; AMD CDNA 4 architecture white paper",
         ),
@@ -273,6 +285,7 @@ DEVICES: dict[str, Device] = {
             collective_latency=30e-6,
             devices_per_node=2,
             host_memory=512 * GIB,
+            host_bandwidth=400 * GIGA,
             reserve=_HOST,
             source="no data sheet: assumed",
         ),

@@ -6,7 +6,7 @@ is taken, and of two alike the one that lies first. What is left of it stays fre
 512 bytes, of a large one if it is more than 1 MiB; otherwise it counts as in use. Free neighbours become one block.
 
 Segments are returned to the device in one case only: where the device has no more memory for a new one, all that are
-wholly free are given back, and the request is tried once more. Addresses of such segments are used again, the lowest
+wholly free are given back, and the request is tried again. Addresses of such segments are used again, the lowest
 first. :mod:`lowtide.planner.expandable` has the rules of
 segments that grow.
 

@@ -17,6 +17,7 @@ from lowtide.planner.bound import least_seconds
 from lowtide.planner.budget import Budget
 from lowtide.planner.expand import expand
 from lowtide.planner.linear_program import GAP, load_solver
+from lowtide.planner.node import in_node, sharing_note
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.planner.plan import Option, Plan
 from lowtide.planner.planned import planned_operators
@@ -98,6 +99,8 @@ def make_plan(
         micro_batches = pipeline.micro_batches if pipeline is not None else 1
         pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
     fixed = fixed.for_layers(len(trace.layers)) if fixed is not None else None
+    notes = [sharing_note(device, trace, pipeline) if swap else "", budget.note if isinstance(budget, Budget) else ""]
+    device = in_node(device, trace, pipeline)
     seconds = _Seconds(device)
     problems = stage_problems(
         trace,
@@ -126,7 +129,7 @@ def make_plan(
         options += search.polished(options, costs, options[0].simulation, swap=swap)
     progress("simulating the plan")
     made = search.plan(found, options, bound, solve_seconds)
-    return replace(made, notes=(*made.notes, budget.note)) if isinstance(budget, Budget) else made
+    return replace(made, notes=(*made.notes, *filter(None, notes)))
 
 
 class _Seconds:

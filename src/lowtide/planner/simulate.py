@@ -18,6 +18,7 @@ from lowtide.cost.device import Device
 from lowtide.errors import PlanError
 from lowtide.planner.allocator import Limit
 from lowtide.planner.boundaries import boundary_bytes
+from lowtide.planner.node import in_node
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.schedule import HALVES, Action, ActionKind, Replay, Transfer, actions, replay, shortened
 from lowtide.planner.simulation import Simulation, StageSimulation
@@ -67,6 +68,7 @@ def simulate(
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
+    device = in_node(device, trace, pipeline)
     policy = policy.for_layers(len(trace.layers)) if isinstance(policy, Policy) else policy
     layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)

@@ -13,7 +13,18 @@ from lowtide.units import format_bytes
 __all__ = ["print_devices"]
 
 _LAST = "what it is, and whose figures"
-_COLUMNS = ("name", "memory", "reserve", "each group", "bf16 TFLOPS", "memory GB/s", "link GB/s", "node", _LAST)
+_COLUMNS = (
+    "name",
+    "memory",
+    "reserve",
+    "each group",
+    "bf16 TFLOPS",
+    "memory GB/s",
+    "link GB/s",
+    "host GB/s",
+    "node",
+    _LAST,
+)
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
@@ -31,13 +42,19 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
             format_bytes(device.reserve.communication),
             f"{device.flops.get('bfloat16', 0.0) / 1e12:,.0f}",
             f"{device.memory_bandwidth / 1e9:,.0f}",
-            f"{device.link_out / 1e9:,.0f}",
+            f"{device.link_out / 1e9:,.0f}" + (f" for {device.link_sharing}" if device.link_sharing > 1 else ""),
+            f"{device.host_bandwidth / 1e9:,.0f}",
             str(device.devices_per_node),
             "; ".join(filter(None, (*(note for note in device.notes if note not in shared), device.source))),
         )
     console.print(table)
     console.print(
         "nominal figures, dense; `lowtide calibrate` measures a device that is here and writes a file for --device",
+        soft_wrap=True,
+    )
+    console.print(
+        "link, host: to the host's memory, and of that memory, which the devices of a node share: in a plan all of them"
+        " swap at the same time",
         soft_wrap=True,
     )
     console.print(
