@@ -49,7 +49,7 @@ def budget_of(
         left = format_bytes(max(0, device.capacity - takes))
         return Budget(
             budget,
-            f"the budget was given; of the {has} of {device.name}, {left} are left by {_taken(device, groups)}",
+            f"the budget was given; of the {has} of {device.name}, {left} are left after {_taken(device, groups)}",
         )
     left_over = device.capacity - (takes if reserve is None else reserve)
     if left_over <= 0:
