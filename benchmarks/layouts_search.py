@@ -85,7 +85,6 @@ def run(case: Case, console: Console) -> dict[str, Any]:
         name=case.model,
         shape=replace(shape, max_position_embeddings=max(case.sequence, shape.max_position_embeddings)),
         device=device,
-        budget=device.budget,
         devices=case.devices,
         global_batch=case.global_batch,
         sequence=case.sequence,

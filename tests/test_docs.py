@@ -70,7 +70,7 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
     assert [one for one in quoted if not re.search(".*".join(map(re.escape, re.split(r" ?… ?", one))), texts)] == []
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "commands", "yaml_keys"])
+@pytest.mark.parametrize("name", ["benchmarks", "commands", "devices", "yaml_keys"])
 def test_a_generated_page_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module(f"make_{name}")

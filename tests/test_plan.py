@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.cost.devices import find_device
 from support.hand_made_traces import llama_trace
 
 
@@ -60,9 +61,24 @@ def test_a_budget_of_80_is_refused_as_80_bytes() -> None:
         lowtide.plan(TRACE, budget=80, device="h100")
 
 
-def test_a_budget_is_all_but_a_twentieth_of_the_device_unless_given() -> None:
-    assert lowtide.plan(TRACE, device="h100").budget == (80 << 30) - (80 << 30) // 20
+def test_a_budget_is_the_devices_memory_less_what_others_are_assumed_to_take_unless_given() -> None:
+    device = find_device("h100")
+    made = lowtide.plan(TRACE, device="h100")
+    assert made.budget == device.capacity - device.reserve.driver - device.reserve.workspace
+    assert any("assumed: 1 GiB for the driver, 64 MiB for workspaces" in note for note in made.notes)
     assert lowtide.plan(TRACE, device="h100", budget="14G").budget == 14 << 30
+    kept_back = lowtide.plan(TRACE, device="h100", reserve="3GiB")
+    assert kept_back.budget == device.capacity - (3 << 30)
+    assert any("less a reserve of 3 GiB, which was given" in note for note in kept_back.notes)
+
+
+def test_a_reserve_that_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(lowtide.PlanError, match="give one of them"):
+        lowtide.plan(TRACE, device="h100", budget="14G", reserve="3GiB")
+    with pytest.raises(lowtide.PlanError, match=r"nothing is left of the 79.1 GiB of h100: 90 GiB are reserved"):
+        lowtide.plan(TRACE, device="h100", reserve="90GiB")
+    with pytest.raises(lowtide.UnitError, match='a reserve of 3 is 3 bytes; for 3 GiB write "3GiB"'):
+        lowtide.plan(TRACE, device="h100", reserve=3)
 
 
 def test_nothing_fits_raises_with_the_plan_unless_asked_not_to() -> None:

@@ -118,7 +118,9 @@ def plan(
     run: Callable[[], Any] | None = None,
     *,
     budget: int | str = "auto",
+    reserve: int | str | None = None,
     device: Device | torch.device | str,
+    expandable_segments: bool = False,
     pipeline: Pipeline | None = None,
     layers: str | None = None,
     swap: bool = True,
@@ -133,10 +135,12 @@ def plan(
     what has the loss: an object with ``.loss``, a tuple that begins with it. The model is then run four times: with
     fake parameters nothing is computed. ``device`` is a name such as ``"h100"``, the file of a calibrated one, a
     Device, or torch's name for the one of this machine, such as ``"cuda"``. ``budget`` is a size such as
-    ``"60GiB"``; ``"auto"`` is all but a twentieth of the device's memory. What the optimizer holds is not in a
-    model's step: leave room for it, which is twice the parameters for AdamW, or plan from the Trace of an adaptive
-    run. ``layers`` names the module that holds the layers, where a model has several stacks: one is planned, and a
-    warning says which are not.
+    ``"60GiB"``; ``"auto"`` is the device's memory less ``reserve``, which is what the driver, process groups and
+    workspaces take: unless given, what the device's table assumes. ``expandable_segments`` says that torch's allocator
+    has that setting in the run, which then reserves less. What the optimizer holds is not in a model's step:
+    leave room for it, which is twice the parameters for AdamW, or plan from the Trace of an adaptive run. ``layers``
+    names the module that holds the layers, where a model has several stacks: one is planned, and a warning says which
+    are not.
 
     If nothing fits, InfeasibleError is raised, with the plan that needs least as its ``plan``; with ``must_fit=False``
     that plan is returned, and its ``feasible`` is False. Nothing is applied:
@@ -144,12 +148,17 @@ def plan(
     ``plan = lowtide.plan(model, lambda: model(tokens, labels=tokens), budget="60GiB", device="h100")``;
     ``lowtide.apply(model, plan.policy)``
     """
+    from lowtide.planner.budget import budget_of
     from lowtide.planner.make import make_plan
 
+    size = None if budget == "auto" else parse_budget(budget)
+    kept_back = None if reserve is None else parse_budget(reserve, "reserve")
     target, trace = _device(device), _trace(model, run, layers)
+    if expandable_segments:
+        target = replace(target, expandable_segments=True)
     made = make_plan(
         trace,
-        target.budget if budget == "auto" else parse_budget(budget),
+        budget_of(target, trace, pipeline, budget=size, reserve=kept_back),
         target,
         pipeline,
         swap=swap,

@@ -44,10 +44,11 @@ def parse_bytes(text: str | int) -> int:
 _LEAST_BUDGET = 2**20
 
 
-def parse_budget(text: str | int) -> int:
+def parse_budget(text: str | int, what: str = "budget") -> int:
     """As :func:`parse_bytes`, for the memory of a device: a bare number below a mebibyte is refused.
 
-    Who writes 80 means 80 GiB, and 80 bytes would be reported as a budget that nothing fits.
+    Who writes 80 means 80 GiB, and 80 bytes would be reported as a budget that nothing fits. ``what`` is the name that
+    the error has for it.
 
     >>> parse_budget("60GiB")
     64424509440
@@ -55,7 +56,7 @@ def parse_budget(text: str | int) -> int:
     size = parse_bytes(text)
     bare = isinstance(text, int) or not text.strip().rstrip(".").lstrip("0123456789.")
     if bare and 0 < size < _LEAST_BUDGET:
-        raise UnitError(f'a budget of {text} is {size} bytes; for {size} GiB write "{size}GiB"')
+        raise UnitError(f'a {what} of {text} is {size} bytes; for {size} GiB write "{size}GiB"')
     return size
 
 

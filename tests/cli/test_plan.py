@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lowtide.cli.console import make_console
 from lowtide.cli.main import app
 from lowtide.cli.traced import LayoutOptions, trace_of
+from lowtide.cost.devices import find_device
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.plan_file import load_plan, plan_from_json, save_plan
 from lowtide.policy import Policy
@@ -357,15 +358,28 @@ def test_a_sample_longer_than_a_shapes_positions_is_planned_and_noted() -> None:
 def test_devices_are_listed() -> None:
     code, out, _ = run("devices", width=200)
     assert code == 0
-    assert all(name in out for name in ("h100", "76 GiB", "mi300x", "910b"))
+    assert all(name in out for name in ("h100", "79.1 GiB", "1.062 GiB", "688 MiB", "mi300x", "910b"))
     known = json.loads(run("devices", "--json")[1])
-    assert known["h100"]["capacity"] == 80 << 30
-    assert known["h100"]["budget"] == 76 << 30
+    h100 = find_device("h100")
+    assert known["h100"]["capacity"] == h100.capacity
+    assert known["h100"]["budget"] == h100.budget
+    assert known["h100"]["reserve"]["communication"] == 688 << 20
 
 
 def test_the_budget_is_the_devices_unless_given(trace: Path) -> None:
-    assert planned(trace)["budget"] == 76 << 30
-    assert planned(trace, "--device", "910b")["budget"] == (64 << 30) - (64 << 30) // 20
+    assert planned(trace)["budget"] == find_device("h100").budget
+    assert planned(trace, "--device", "910b")["budget"] == find_device("910b").budget
+    kept_back = planned(trace, "--reserve", "3GiB")
+    assert kept_back["budget"] == find_device("h100").capacity - (3 << 30)
+    assert any("less a reserve of 3 GiB, which was given" in note for note in kept_back["notes"])
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_what_is_assumed_for_the_budget_is_said(trace: Path, command: str) -> None:
+    code, out, _ = run(command, str(trace), width=200)
+    assert code == 0
+    assert "less 1.062 GiB, which is assumed: 1 GiB for the driver, 64 MiB for workspaces" in out
+    assert run(command, str(trace), "--budget", "1GiB", "--reserve", "1GiB")[0] == 1
 
 
 def test_a_piped_report_is_not_cut_off(trace: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:

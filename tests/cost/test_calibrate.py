@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import tide
 from lowtide.cost.calibrate import calibrate, measure_more
-from lowtide.cost.device import Device
+from lowtide.cost.device import Device, Reserve
 from lowtide.cost.kernel import copy_seconds, kernel_seconds
 from lowtide.cost.stopwatch import settled_seconds, watch_for
 from lowtide.trace.capture import capture
@@ -63,6 +64,7 @@ def test_links_and_latencies_are_found(seed: int) -> None:
     assert found.launch == pytest.approx(settings["launch"] / 1e9, rel=1e-3)
     assert found.kernel_latency == pytest.approx(settings["kernel_latency"] / 1e9, rel=5e-3)
     assert found.capacity == settings["capacity"]
+    assert found.reserve == replace(Reserve(), driver=0)  # nothing of its memory is anyone's but torch's
 
 
 def test_more_kernels_are_measured_on_a_device_that_is_known_and_the_others_stay() -> None:

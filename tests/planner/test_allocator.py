@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.planner.allocator import Allocator, Block
+from lowtide.planner.allocator import Allocator, Block, Limit, LimitError
 
 MIB = 1 << 20
 
@@ -66,6 +66,54 @@ def test_the_smallest_block_that_is_large_enough_is_taken_and_the_first_of_two_a
     assert allocator.allocate(1024) is second
 
 
+def test_segments_that_are_wholly_free_are_given_back_before_the_device_is_out_of_memory() -> None:
+    allocator = Allocator(Limit(40 * MIB))
+    first, second = allocator.allocate(12 * MIB), allocator.allocate(26 * MIB)
+    allocator.release(first)
+    third = allocator.allocate(14 * MIB)  # 12 MiB are cached and 2 MiB are left: too little by themselves
+    assert (allocator.reserved, allocator.most_reserved, allocator.retries) == (40 * MIB, 40 * MIB, 1)
+    assert third.start == second.start + second.size
+    allocator.release(second)
+    assert allocator.allocate(26 * MIB) is second  # what is not in the way stays
+    assert allocator.retries == 1
+
+
+def test_a_segment_of_which_a_block_is_in_use_is_not_given_back() -> None:
+    allocator = Allocator(Limit(32 * MIB))
+    first, _ = allocator.allocate(9 * MIB), allocator.allocate(9 * MIB)  # both are in one segment of 20 MiB
+    allocator.release(first)
+    with pytest.raises(LimitError):
+        allocator.allocate(14 * MIB)
+    assert (allocator.reserved, allocator.retries) == (20 * MIB, 1)
+    assert allocator.allocate(12 * MIB).size == 12 * MIB
+
+
+def test_small_segments_are_given_back_for_a_large_one() -> None:
+    allocator = Allocator(Limit(12 * MIB))
+    allocator.release(allocator.allocate(1000))
+    allocator.allocate(12 * MIB)
+    assert (allocator.reserved, allocator.most_reserved) == (12 * MIB, 12 * MIB)
+
+
+def test_nothing_is_given_back_where_only_the_question_is_whether_it_fits() -> None:
+    allocator = Allocator(Limit(40 * MIB, gives_back=False))
+    allocator.release(allocator.allocate(12 * MIB))
+    with pytest.raises(LimitError):
+        allocator.allocate(30 * MIB)
+    assert allocator.retries == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs)
+def test_a_limit_that_is_not_met_changes_nothing(program: list[int]) -> None:
+    plain = Allocator()
+    run(program, plain)
+    limited = Allocator(Limit(plain.reserved))
+    assert [block.start for block in run(program, limited)] == [block.start for block in run(program, Allocator())]
+    assert (limited.reserved, limited.peak, limited.retries) == (plain.reserved, plain.peak, 0)
+    assert plain.most_reserved == plain.reserved
+
+
 @settings(max_examples=200, deadline=None)
 @given(programs)
 def test_blocks_in_use_never_overlap_and_what_is_in_use_is_their_sum(program: list[int]) -> None:
@@ -105,3 +153,32 @@ def test_the_virtual_accelerators_allocator_agrees_byte_by_byte() -> None:
         if before == reserved == 0:  # otherwise another test's tensors live in its segments
             assert allocator.reserved == torch.accelerator.memory_reserved()
             assert allocator.allocated == torch.accelerator.memory_allocated()
+
+
+def test_the_virtual_accelerators_allocator_gives_back_the_same_segments_at_the_same_requests() -> None:
+    torch = pytest.importorskip("torch")
+    tide = pytest.importorskip("tide")
+    capacity = 160 * MIB
+    tide.configure(preset="h100", poison=False, capacity=capacity)
+    torch.accelerator.empty_cache()
+    if torch.accelerator.memory_reserved():
+        pytest.skip("another test's tensors live in its segments")
+    chance, allocator, failed = random.Random(1), Allocator(Limit(capacity)), 0
+    live: list[tuple[object, Block]] = []
+    for _ in range(1500):
+        if chance.random() < 0.55 or not live:
+            size = chance.choice([chance.randint(1, 4096), chance.randint(1, 2 * MIB), chance.randint(1, 30 * MIB)])
+            try:
+                block = allocator.allocate(size)
+            except LimitError:
+                failed += 1
+                with pytest.raises(torch.OutOfMemoryError):
+                    torch.empty(size, dtype=torch.uint8, device="tide")
+            else:
+                live.append((torch.empty(size, dtype=torch.uint8, device="tide"), block))
+        else:
+            allocator.release(live.pop(chance.randrange(len(live)))[1])
+        assert allocator.reserved == torch.accelerator.memory_reserved()
+        assert allocator.allocated == torch.accelerator.memory_allocated()
+    assert allocator.retries > 20
+    assert 0 < failed < allocator.retries

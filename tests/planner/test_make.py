@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lowtide.errors import PlanError
+from lowtide.planner.allocator import Limit, LimitError
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.simple import simple_policies
@@ -59,7 +60,41 @@ def test_what_does_not_fit_says_what_is_needed_and_what_is_in_the_way() -> None:
     assert FULL.reserved // 2 < plan.least <= FULL.reserved
     assert plan.notes[0].startswith("nothing fits")
     assert make_plan(TRACE, plan.least, DEVICE).feasible
-    assert not make_plan(TRACE, plan.least - (64 << 20), DEVICE).feasible
+    assert not make_plan(TRACE, plan.simulation.peak, DEVICE).feasible
+
+
+def test_where_nothing_fits_cached_memory_is_given_back_and_the_plan_says_so() -> None:
+    least = make_plan(TRACE, FULL.reserved // 2, DEVICE).least
+    easy, budget = make_plan(TRACE, least, DEVICE), least - (64 << 20)
+    assert easy.simulation.retries == 0
+    plan = make_plan(TRACE, budget, DEVICE)
+    assert plan.feasible
+    assert plan.simulation.retries > 0
+    assert plan.simulation.reserved <= budget < simulate(TRACE, plan.policy, DEVICE).reserved
+    assert plan.simulation == simulate(TRACE, plan.policy, DEVICE, details=True, limit=Limit(budget))
+    assert plan.notes[0].startswith("it fits only because cached memory is given back to the device")
+    with pytest.raises(LimitError):
+        simulate(TRACE, plan.policy, DEVICE, limit=Limit(budget, gives_back=False))
+
+
+def test_giving_memory_back_waits_for_the_device() -> None:
+    policy = Policy((LayerPolicy(default=Recompute()),) * 8)
+    tight = simulate(TRACE, policy, DEVICE, limit=Limit(FULL.reserved - (64 << 20)))
+    assert tight.retries > 0
+    assert tight.seconds > FULL.seconds
+
+
+def test_expandable_segments_reserve_less_and_the_plan_says_what_to_set() -> None:
+    device = replace(DEVICE, expandable_segments=True)
+    for policy, plain in ((LayerPolicy(), KEPT), (LayerPolicy(default=Recompute()), FULL)):
+        grown = simulate(TRACE, Policy((policy,) * 8), device)
+        assert grown.peak <= plain.peak
+        assert grown.peak <= grown.reserved < plain.reserved
+        assert grown.seconds == plain.seconds
+    plan = make_plan(TRACE, FULL.reserved, device)
+    assert plan.simulation.reserved <= FULL.reserved
+    assert any("PYTORCH_ALLOC_CONF=expandable_segments:True" in note for note in plan.notes)
+    assert not any("expandable" in note for note in make_plan(TRACE, KEPT.reserved, DEVICE).notes)
 
 
 def test_recompute_or_swap_can_be_left_out() -> None:

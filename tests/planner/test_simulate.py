@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
-from lowtide.planner.allocator import LimitError
+from lowtide.planner.allocator import Limit, LimitError
 from lowtide.planner.pipeline import Pipeline, ScheduleName, even_pipeline
 from lowtide.planner.program import MINIMUM_BYTES
 from lowtide.planner.schedule import Action, actions, held_together, in_flight, shortened
@@ -161,9 +161,10 @@ def test_memory_and_time_do_not_depend_on_whether_details_are_asked_for() -> Non
 def test_a_limit_changes_nothing_for_what_fits_and_ends_what_does_not() -> None:
     trace, policy = hand_made_trace(3), policy_of(layers=3, linear=Swap(2))
     plain = simulate(trace, policy, DEVICE)
-    assert simulate(trace, policy, DEVICE, limit=plain.reserved) == plain
+    for gives_back in (False, True):
+        assert simulate(trace, policy, DEVICE, limit=Limit(plain.reserved, gives_back)) == plain
     with pytest.raises(LimitError):
-        simulate(trace, policy, DEVICE, limit=plain.reserved - 1)
+        simulate(trace, policy, DEVICE, limit=Limit(plain.reserved - 1, gives_back=False))
 
 
 def test_a_resolution_and_its_policy_are_simulated_alike() -> None:

@@ -32,6 +32,13 @@ RUN = Run(
 )
 
 
+def test_what_was_assumed_for_the_budget_and_the_links_is_on_the_page() -> None:
+    notes = ("The budget is the 79.1 GiB of h100 less 1 GiB", "The 8 devices of a node are taken to swap")
+    page = make_page(replace(llama_plan(), notes=notes))
+    assumed = page[page.index("<h3>Assumed</h3>") :]
+    assert all(note in assumed for note in notes)
+
+
 def without_scripts(page: str) -> str:
     return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 

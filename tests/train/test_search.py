@@ -35,6 +35,21 @@ def all_of(asked: Asked) -> list[Candidate]:
     )
 
 
+def test_without_a_budget_each_layout_gets_what_its_process_groups_leave() -> None:
+    asked = replace(ASKED, budget=None)
+    assert asked.most == DEVICE.capacity - DEVICE.reserve.total()
+    assert replace(asked, reserve=1 << 30).most == DEVICE.capacity - (1 << 30)
+    budgets = set()
+    for candidate in all_of(asked)[::5]:
+        plan = evaluate(asked, candidate)
+        assert not isinstance(plan, (LeftOut, float))
+        degrees = candidate.degrees
+        budgets.add(plan.budget)
+        many = sum(degree > 1 for degree in (degrees.data, degrees.tensor, degrees.pipeline))
+        assert plan.budget <= asked.most - many * DEVICE.reserve.communication
+    assert len(budgets) > 1
+
+
 def test_every_layout_has_all_devices_and_all_samples() -> None:
     found = all_of(ASKED)
     assert len(found) == len(set(found)) > 10

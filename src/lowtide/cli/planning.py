@@ -84,7 +84,17 @@ class Inputs(NamedTuple):
         typer.Option(
             "--budget",
             metavar="SIZE",
-            help="Memory of a device that the run may reserve: 60GiB; all but a twentieth of what it has unless given.",
+            help="Memory of a device that the run may reserve: 60GiB; what it has less --reserve unless given.",
+            show_default=False,
+        ),
+    ] = None
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            "--reserve",
+            metavar="SIZE",
+            help="Memory of a device that is not for tensors: 3GiB; what `lowtide devices` assumes of the driver,"
+            " process groups and workspaces unless given.",
             show_default=False,
         ),
     ] = None
@@ -96,6 +106,13 @@ class Inputs(NamedTuple):
             help="One of `lowtide devices`, what `lowtide calibrate` wrote, or cuda, xpu … for the one that is here.",
         ),
     ] = "h100"
+    expandable_segments: Annotated[
+        bool,
+        typer.Option(
+            "--expandable-segments",
+            help="The run has PYTORCH_ALLOC_CONF=expandable_segments:True, which reserves less.",
+        ),
+    ] = False
     dtype: Annotated[Dtype | None, _trained("--dtype", None, "What parameters are stored in.")] = None
     autocast: Annotated[Dtype | None, _trained("--autocast", None, "What matrix products are computed in.")] = None
     optimizer: Annotated[Optimizer | None, _trained("--optimizer", None, "adamw unless given.")] = None
@@ -235,12 +252,14 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
     """
     import gc
     import os
+    from dataclasses import replace
 
     from lowtide.cli.console import make_console
     from lowtide.cli.traced import prepare
     from lowtide.cost.devices import find_device, is_torch_device
     from lowtide.cost.kernels import family_of
     from lowtide.errors import LowtideError
+    from lowtide.planner.budget import budget_of, check_given
     from lowtide.planner.make import make_plan
     from lowtide.units import parse_budget, parse_bytes
 
@@ -249,10 +268,12 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
     console = make_console(stderr=True)
     try:
         budget = parse_budget(inputs.budget) if inputs.budget is not None else None
+        reserve = parse_budget(inputs.reserve, "reserve") if inputs.reserve is not None else None
+        check_given(budget, reserve)
         host_memory = parse_bytes(inputs.host_memory) if inputs.host_memory is not None else None
         _check_directories(files)
         if inputs.devices is not None or inputs.global_batch is not None:
-            return _search(inputs, budget, console)
+            return _search(inputs, budget, reserve, console)
         here = is_torch_device(inputs.device)
         device = None if here else find_device(inputs.device)
         trace = prepare(inputs.source, inputs.layout, inputs.training)
@@ -262,12 +283,13 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
             from lowtide.cost.present import present_device
 
             device = present_device(inputs.device)
+        device = replace(device, expandable_segments=device.expandable_segments or inputs.expandable_segments)
         with console.status(f"reading {inputs.source}") as status:  # shown on a terminal only
             with device_kernels(family_of(device.name)):
                 traced = trace(status.update)
             plan = make_plan(
                 traced.trace,
-                budget if budget is not None else device.budget,
+                budget_of(device, traced.trace, traced.pipeline, budget=budget, reserve=reserve),
                 device,
                 traced.pipeline,
                 swap=not inputs.no_swap,
@@ -283,7 +305,7 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
     return Planned(traced, device, plan)
 
 
-def _search(inputs: Inputs, budget: int | None, console: Console) -> Planned:
+def _search(inputs: Inputs, budget: int | None, reserve: int | None, console: Console) -> Planned:
     """The plan of the fastest layout of so many devices."""
     from dataclasses import replace
 
@@ -309,13 +331,15 @@ def _search(inputs: Inputs, budget: int | None, console: Console) -> Planned:
     if given:
         raise PlanError(f"a search for a layout does not take {', '.join(given)}: leave out that, or --devices")
     shape, device = find_shape(inputs.source), find_device(inputs.device)
+    device = replace(device, expandable_segments=device.expandable_segments or inputs.expandable_segments)
     sequence = inputs.sequence or SEQUENCE
     training = inputs.training
     asked = Asked(
         name=inputs.source,
         shape=replace(shape, max_position_embeddings=max(sequence, shape.max_position_embeddings)),
         device=device,
-        budget=budget if budget is not None else device.budget,
+        budget=budget,
+        reserve=reserve,
         devices=inputs.devices,
         global_batch=inputs.global_batch,
         sequence=sequence,

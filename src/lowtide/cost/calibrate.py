@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.cost.device import Device
+from lowtide.cost.device import Device, Reserve
 from lowtide.cost.fit import Fit, Sample, fit
 from lowtide.cost.kernel import KernelWork, fingerprint, is_free, kernel_class
 from lowtide.cost.kernels import kernel_flops
@@ -91,6 +91,9 @@ def calibrate(
         capacity=_capacity(device),
         devices_per_node=like.devices_per_node if like else max(1, torch.accelerator.device_count()),
         host_memory=_host_memory(),
+        host_bandwidth=like.host_bandwidth if like else 0.0,
+        link_sharing=like.link_sharing if like else 1,
+        reserve=_reserve(device, like),
         measured={key: measured[key] for key in given if key in measured},
         notes=_notes(device, like, len(measured), {key.partition("|")[0] for key in failed if key in given}),
     )
@@ -114,6 +117,7 @@ def measured_device(device: torch.device, links: Links, found: Fit | None, like:
         copy_latency=links.copy_latency,
         collective_latency=base.collective_latency,
         efficiency={"collective": base.efficiency.get("collective", 1.0), **(found.efficiency if found else {})},
+        reserve=base.reserve,
     )
 
 
@@ -277,6 +281,16 @@ def _capacity(device: torch.device) -> int:
     if device.type == "cpu":
         return _host_memory()
     return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def _reserve(device: torch.device, like: Device | None) -> Reserve:
+    """What is not for tensors: the driver's part is what is neither free nor torch's now, after so many kernels."""
+    base = like or unknown_device(device)
+    if device.type == "cpu":
+        return base.reserve
+    free, total = torch.accelerator.get_memory_info(device)
+    taken = int(total) - int(free) - torch.accelerator.memory_reserved(device)
+    return replace(base.reserve, driver=max(0, taken))
 
 
 def _host_memory() -> int:

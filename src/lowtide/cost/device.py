@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import PlanError
 
-__all__ = ["Device"]
+__all__ = ["Device", "Reserve"]
 
 FORMAT = 1
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserve:
+    """Bytes of a device's memory that are not for tensors. The defaults are assumptions, for a device of which nothing
+    else is known: those of an NVIDIA device with NVLink."""
+
+    driver: int = 1024 * MIB
+    """The driver's context of a process, with the kernels that it loads."""
+    communication: int = 688 * MIB
+    """Buffers of a process group: each has its own."""
+    all_to_all: int = 3128 * MIB
+    """The same for a group that has all-to-alls, whose ranks are all connected to each other."""
+    workspace: int = 64 * MIB
+    """Workspaces of matrix products: one for each thread and stream that has any."""
+
+    def total(self, groups: int = 0, all_to_all: int = 0) -> int:
+        """All of it in a run with so many process groups, of which so many have all-to-alls.
+
+        >>> Reserve(driver=500, communication=40, all_to_all=300, workspace=8).total(3, 1)
+        888
+        """
+        connected = all_to_all * self.all_to_all
+        return self.driver + self.workspace + (groups - all_to_all) * self.communication + connected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +48,7 @@ class Device:
     name: str
     """What it is called: ``h100``."""
     capacity: int
-    """Its memory in bytes."""
+    """Its memory in bytes, as torch reports it: less than the data sheet's, by what the system keeps to itself."""
     flops: Mapping[str, float]
     """Floating-point operations per second of matrix products, by dtype: ``bfloat16``, ``float32``."""
     memory_bandwidth: float
@@ -46,6 +72,14 @@ class Device:
     devices_per_node: int = 8
     host_memory: int = 1 << 40
     """Memory of a node's host in bytes, which its devices share."""
+    host_bandwidth: float = 0.0
+    """Of that memory, which the devices share too; 0 where it is not known, and then it is no limit."""
+    link_sharing: int = 1
+    """How many devices share one link to the host, as those of a PCIe switch do."""
+    reserve: Reserve = field(default_factory=Reserve)
+    """What of its memory is not for tensors."""
+    expandable_segments: bool = False
+    """Whether torch's allocator is set to ``expandable_segments:True`` on it."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """The share of the peak that kernels reach, by kind (``aten::mm``) or by class: ``matmul``, ``attention``,
     ``memory``, ``link_out``, ``link_in``, ``collective``. What is missing is 1. A kind with FLOPs may have another
@@ -53,13 +87,37 @@ class Device:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Measured seconds of kernels, by ``kind|dtype|shape``."""
     notes: tuple[str, ...] = ()
-    """Where the figures come from."""
+    """What was assumed or measured."""
+    source: str = ""
+    """The document that the nominal figures are from."""
 
     @property
     def budget(self) -> int:
-        """The memory that a run may reserve unless its user says otherwise: all but a twentieth, which the driver, the
-        runtime and the buffers of collectives are assumed to take."""
-        return self.capacity - self.capacity // 20
+        """The memory that a run of one process may reserve unless its user says otherwise. Process groups leave less:
+        see :func:`lowtide.planner.budget.budget_of`."""
+        return max(0, self.capacity - self.reserve.total())
+
+    def in_run(self, ranks: int) -> Device:
+        """The device in a run of so many ranks, with the rates to and from the host that it has while the others of its
+        node copy as much at the same time: the smaller of its share of the link and of the host's memory.
+
+        >>> device = Device(name="", capacity=1, flops={}, memory_bandwidth=1.0, link_out=32.0, link_in=32.0,
+        ...     interconnect=1.0, network=1.0, devices_per_node=8, link_sharing=2, host_bandwidth=100.0)
+        >>> [device.in_run(ranks).link_out for ranks in (1, 2, 8)]
+        [32.0, 16.0, 12.5]
+        """
+        if self.link_sharing == 1 and not self.host_bandwidth:
+            return self
+        here = min(ranks, self.devices_per_node)
+        share = min(here, self.link_sharing)
+        most = self.host_bandwidth / here if self.host_bandwidth else math.inf
+        return replace(
+            self,
+            link_out=min(self.link_out / share, most),
+            link_in=min(self.link_in / share, most),
+            host_bandwidth=0.0,
+            link_sharing=1,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The device as plain JSON values."""
@@ -75,7 +133,8 @@ class Device:
         if unknown := set(given) - known:
             raise PlanError(f"a device has {', '.join(sorted(known))}; found also {', '.join(sorted(unknown))}")
         try:
-            return Device(**{**given, "notes": tuple(given.get("notes", ()))})
+            reserve = Reserve(**given.get("reserve", {}))  # files from before have none
+            return Device(**{**given, "notes": tuple(given.get("notes", ())), "reserve": reserve})
         except TypeError as error:
             raise PlanError(f"not a device: {error}") from None
 

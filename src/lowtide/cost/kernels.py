@@ -187,7 +187,9 @@ MATMUL = frozenset(_COUNTS) - ATTENTION
 # Devices.
 
 _FAMILIES: dict[str, Family] = {
-    "a100": "cuda", "h100": "cuda", "h200": "cuda", "b200": "cuda", "cuda": "cuda", "mi300x": "rocm", "rocm": "rocm",
+    "a100": "cuda", "a100-40": "cuda", "h100": "cuda", "h200": "cuda", "b200": "cuda", "gb200": "cuda",
+    "l40s": "cuda", "rtx4090": "cuda", "rtx5090": "cuda", "cuda": "cuda",
+    "mi300x": "rocm", "mi355x": "rocm", "rocm": "rocm",
     "910b": "npu", "910c": "npu", "npu": "npu", "gaudi": "hpu", "hpu": "hpu", "cpu": "cpu",
 }  # fmt: skip
 

@@ -115,3 +115,7 @@ class Lanes:
     def synchronize(self) -> None:
         """The host waits for the computation."""
         self.host = max(self.host, self.computation)
+
+    def drain(self) -> None:
+        """The host waits for all that the device was given."""
+        self.host = max(self.host, self.computation, self.out, self.back, *self.streams.values())

@@ -12,10 +12,12 @@ from lowtide.cost.device import Device
 from lowtide.cost.devices import find_device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.errors import PlanError
-from lowtide.planner.allocator import LimitError
+from lowtide.planner.allocator import Limit, LimitError
 from lowtide.planner.bound import least_seconds
+from lowtide.planner.budget import Budget
 from lowtide.planner.expand import expand
 from lowtide.planner.linear_program import GAP, load_solver
+from lowtide.planner.node import in_node, sharing_note
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.planner.plan import Option, Plan
 from lowtide.planner.planned import planned_operators
@@ -67,7 +69,7 @@ ROUNDS_OF_MANY = 2
 
 def make_plan(
     trace: Trace,
-    budget: int | str,
+    budget: int | str | Budget,
     device: Device | str,
     pipeline: Pipeline | None = None,
     *,
@@ -80,6 +82,7 @@ def make_plan(
 ) -> Plan:
     """The fastest Policy whose simulated memory is within ``budget`` on every stage's device.
 
+    A :class:`~lowtide.planner.budget.Budget` also says what was assumed for it, which becomes one of the plan's notes.
     ``swap`` and ``recompute`` say what may be used, ``host_memory`` how much of a node's memory swaps may take, and
     ``fixed`` what is decided already. Without ``polish`` what the solver finds is not improved further. If nothing
     fits, the Plan says so and how much is needed.
@@ -87,8 +90,8 @@ def make_plan(
     ``plan = make_plan(Trace.load("trace.json"), "60GiB", "h100")``
     """
     device = find_device(device) if isinstance(device, str) else device
-    budget = parse_bytes(budget)
-    if not budget:
+    size = budget.bytes if isinstance(budget, Budget) else parse_bytes(budget)
+    if not size:
         raise PlanError('a budget is the memory of a device, such as "60GiB"; found 0')
     if pipeline is None:
         pipeline = trace.pipeline
@@ -96,6 +99,8 @@ def make_plan(
         micro_batches = pipeline.micro_batches if pipeline is not None else 1
         pipeline = even_pipeline(len(trace.layers), micro_batches=micro_batches)
     fixed = fixed.for_layers(len(trace.layers)) if fixed is not None else None
+    notes = [sharing_note(device, trace, pipeline) if swap else "", budget.note if isinstance(budget, Budget) else ""]
+    device = in_node(device, trace, pipeline)
     seconds = _Seconds(device)
     problems = stage_problems(
         trace,
@@ -105,7 +110,7 @@ def make_plan(
         host_memory=host_memory,
         fixed=None if fixed is None else resolve(fixed, trace.catalogue),
     )
-    search = _Search(trace, device, pipeline, problems, budget, fixed)
+    search = _Search(trace, device, pipeline, problems, size, fixed)
     progress("simulating the simple options")
     options = search.simple(swap=swap, recompute=recompute)
     progress("solving")
@@ -123,7 +128,8 @@ def make_plan(
         costs = [layer_cost(part, seconds) for part in trace.parts]
         options += search.polished(options, costs, options[0].simulation, swap=swap)
     progress("simulating the plan")
-    return search.plan(found, options, bound, solve_seconds)
+    made = search.plan(found, options, bound, solve_seconds)
+    return replace(made, notes=(*made.notes, *filter(None, notes)))
 
 
 class _Seconds:
@@ -184,7 +190,7 @@ class _Search:
         *,
         stages: Sequence[int] | None = None,
         details: bool = False,
-        limit: int | None = None,
+        limit: Limit | None = None,
     ) -> Simulation:
         begin = time.perf_counter()
         result = simulate(
@@ -293,7 +299,7 @@ class _Search:
 
         def judge(policy: Policy) -> Judged:
             try:
-                simulation = self.simulate(policy, limit=self.budget)
+                simulation = self.simulate(policy, limit=Limit(self.budget, gives_back=False))
             except LimitError:
                 return Judged(float("inf"), self.budget + 1, 0.0)
             return Judged(simulation.seconds, simulation.reserved, simulation.stages[0].stall)
@@ -335,6 +341,9 @@ class _Search:
         if not fitting and found.least is not None:
             smallest = [self.option("least memory", found.least)]
             fitting = [one for one in smallest if one.fits]
+        if not fitting:
+            fitting = self._within([*options, *smallest])
+            options = [next((one for one in fitting if one.name == other.name), other) for other in options]
         feasible = bool(fitting)
         candidates = fitting or [*options, *smallest]
         least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
@@ -360,13 +369,27 @@ class _Search:
             workload=workload_of(self.trace, self.device, self.pipeline),
         )
 
+    def _within(self, options: Sequence[Option]) -> list[Option]:
+        """The options that fit if cached memory is given back before the device is out of memory, as torch does. That
+        makes steps slower by more than is simulated: it is asked only where nothing fits without."""
+        found = []
+        for one in options:
+            if one.simulation.peak <= self.budget:
+                try:
+                    within = self.simulate(one.policy, limit=Limit(self.budget))
+                except LimitError:
+                    continue
+                found.append(replace(one, simulation=within, fits=True))
+        return found
+
     def _details(self, chosen: Option, *most: str) -> Simulation:
         """What an option does in full; of many stages, in those with the most of ``most``."""
+        limit = Limit(self.budget) if chosen.simulation.retries else None
         if not self.many:
-            return self.simulate(chosen.policy, details=True)
+            return self.simulate(chosen.policy, details=True, limit=limit)
         stages = list(chosen.simulation.stages)
         for worst in {max(range(len(stages)), key=lambda one: getattr(stages[one], name)) for name in most}:
-            detailed = self.simulate(chosen.policy, stages=[worst], details=True).stages[0]
+            detailed = self.simulate(chosen.policy, stages=[worst], details=True, limit=limit).stages[0]
             stages[worst] = replace(detailed, seconds=stages[worst].seconds)
         return replace(chosen.simulation, stages=tuple(stages))
 
@@ -430,6 +453,18 @@ class _Search:
                 0,
                 f"nothing fits {format_bytes(self.budget)}: the least that works is {format_bytes(least)}, short by"
                 f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
+            )
+        if simulation.retries:
+            notes.insert(
+                0,
+                f"it fits only because cached memory is given back to the device {simulation.retries} times in a step,"
+                " as torch does before it is out of memory; the host then waits for the device, and what the driver"
+                " takes for it is not simulated",
+            )
+        if self.device.expandable_segments:
+            notes.append(
+                "segments are expandable: set PYTORCH_ALLOC_CONF=expandable_segments:True in the run, or it may reserve"
+                " more"
             )
         moment = worst.peak_at
         after = {kernel.operator for kernel in self.trace.after.kernels}

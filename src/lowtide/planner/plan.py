@@ -56,8 +56,8 @@ class Plan:
     feasible: bool = True
     """Whether it fits. If not, ``policy`` is the one that needs least."""
     least: int = 0
-    """The smallest budget that some Policy fits, of those that were simulated. Where the plan does not fit, those that
-    need least were."""
+    """The smallest budget that some Policy fits without giving cached memory back, of those that were simulated. Where
+    the plan does not fit, those that need least were."""
     options: tuple[Option, ...] = ()
     """The Policies that were compared, the plan's own included: keep everything, full recompute and so on."""
     curve: tuple[tuple[int, float], ...] = ()

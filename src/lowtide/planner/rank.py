@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
-from lowtide.planner.allocator import Allocator, Block
+from lowtide.planner.allocator import Allocator, Block, Limit
+from lowtide.planner.expandable import ExpandableAllocator
 from lowtide.planner.lanes import Lanes
 from lowtide.planner.simulation import Lane, Moment, Span
 from lowtide.trace.layout import group_channel
@@ -63,9 +64,11 @@ _timed: dict[tuple[int, int], tuple[Part, Device, tuple[Timed, ...]]] = {}
 class Rank:
     """A device: its memory, its clocks, and, where details are asked for, what happened when."""
 
-    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: int | None = None) -> None:
+    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: Limit | None = None) -> None:
         self.device = device
-        self.allocator = Allocator(limit)
+        self.allocator = ExpandableAllocator(limit) if device.expandable_segments else Allocator(limit)
+        self.retries = 0
+        """How often cached memory was given back to the device so far."""
         self.lanes = Lanes(device)
         self.bytes = self.most_bytes = 0
         """The tensors' own bytes, and the most of them."""
@@ -89,6 +92,9 @@ class Rank:
         allocator = self.allocator
         before = allocator.peak
         storage = Storage(allocator.allocate(size), size)
+        if allocator.retries > self.retries:
+            self.retries = allocator.retries
+            self.lanes.drain()  # the device takes memory back when it has done all that it was given
         self.bytes += size
         if self.bytes > self.most_bytes:
             self.most_bytes = self.bytes

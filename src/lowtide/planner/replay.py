@@ -16,6 +16,7 @@ from itertools import repeat
 
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
+from lowtide.planner.allocator import Limit
 from lowtide.planner.casts import CastCache
 from lowtide.planner.halves import Halves, halves_of
 from lowtide.planner.instance import Instance
@@ -33,7 +34,7 @@ __all__ = ["Player"]
 class Player:
     """Runs parts on one device."""
 
-    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: int | None = None) -> None:
+    def __init__(self, device: Device, *, details: bool = False, stop_at: int = -1, limit: Limit | None = None) -> None:
         self.rank = Rank(device, details=details, stop_at=stop_at, limit=limit)
         self.swapping = Swapping(self.rank)
         self.rebuilding = Rebuilding(self.rank, self.swapping)

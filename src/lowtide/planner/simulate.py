@@ -16,7 +16,9 @@ from typing import NamedTuple, TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.errors import PlanError
+from lowtide.planner.allocator import Limit
 from lowtide.planner.boundaries import boundary_bytes
+from lowtide.planner.node import in_node
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.schedule import Action, Replay, Transfer, actions, replay, shortened
 from lowtide.planner.simulation import Simulation, StageSimulation
@@ -52,7 +54,7 @@ def simulate(
     optimizer: bool = True,
     stages: Sequence[int] | None = None,
     known: Known | None = None,
-    limit: int | None = None,
+    limit: Limit | None = None,
 ) -> Simulation:
     """What a step of ``policy`` does on ``device``: memory and time.
 
@@ -60,12 +62,13 @@ def simulate(
     includes the optimizer's step. ``stages`` are the pipeline stages to look at; all, if it is left out. The step's
     time then is that of these stages alone. ``known`` keeps what was replayed, for other calls with the same Trace,
     device and pipeline: a stage whose layers are decided alike is not replayed again. ``limit`` is what a device has:
-    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, for callers that only
-    ask whether it fits.
+    :class:`~lowtide.planner.allocator.LimitError` is raised as soon as more would be reserved, after cached memory has
+    been given back if the limit says so.
     """
     pipeline = pipeline or Pipeline()
     if not pipeline.placement:
         pipeline = replace(pipeline, placement=((tuple(range(len(trace.layers))),),))
+    device = in_node(device, trace, pipeline)
     policy = policy.for_layers(len(trace.layers)) if isinstance(policy, Policy) else policy
     layers = _layers(trace, policy, pipeline)
     wanted = tuple(range(pipeline.stages)) if stages is None else tuple(stages)
@@ -81,7 +84,7 @@ def simulate(
         for number in wanted:
             key, found = None, None
             if known is not None and isinstance(policy, Policy) and not details:
-                key = (number, optimizer, _of_stage(policy, pipeline, number))
+                key = (number, optimizer, limit, _of_stage(policy, pipeline, number))
                 found = known.get(key)
             if found is None:
                 stage = make(number, details=details)

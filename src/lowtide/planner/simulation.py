@@ -82,6 +82,8 @@ class StageSimulation:
     """The most bytes that tensors themselves had, without what an allocator adds: what a CPU's memory holds."""
     in_flight: int = 1
     """The most micro-batches whose activations are held at one time."""
+    retries: int = 0
+    """How often cached memory was given back to the device to make room, where it was simulated with a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,11 @@ class Simulation:
     def peak(self) -> int:
         """The highest peak of a stage."""
         return max(stage.peak for stage in self.stages)
+
+    @property
+    def retries(self) -> int:
+        """How often cached memory was given back, on the stage with most of it."""
+        return max(stage.retries for stage in self.stages)
 
     @property
     def reserved(self) -> int:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from lowtide.cost.device import Device
+from lowtide.planner.allocator import Limit
 from lowtide.planner.boundaries import StageEnds
 from lowtide.planner.casts import cast_weights, without_casts
 from lowtide.planner.instance import Instance
@@ -41,7 +42,7 @@ class Stage:
         *,
         details: bool = False,
         stop_at: int = -1,
-        limit: int | None = None,
+        limit: Limit | None = None,
     ) -> None:
         self.trace, self.number = trace, number
         self.chunks = [_chunk(trace, layers, pipeline, number, chunk) for chunk in range(pipeline.chunks)]
@@ -119,7 +120,8 @@ class Stage:
         return StageSimulation(
             stage=self.number,
             peak=rank.allocator.peak,
-            reserved=rank.allocator.reserved,
+            reserved=rank.allocator.most_reserved,
+            retries=rank.allocator.retries,
             requested=rank.most_bytes,
             static=sum(one.total for one in self.static),
             seconds=self.now,

@@ -45,15 +45,25 @@ class Asked:
     name: str
     shape: DecoderShape
     device: Device
-    budget: int
     devices: int
     global_batch: int
     sequence: int
     precision: Precision
+    budget: int | None = None
+    """Bytes of each device; what is left of its memory in a layout unless given."""
+    reserve: int | None = None
+    """Bytes of each device that are not for tensors; what the device's table assumes in a layout unless given."""
     swap: bool = True
     recompute: bool = True
     expert_skew: float = 1.0
     """How many times an even share of the tokens the experts of the fullest rank get."""
+
+    @property
+    def most(self) -> int:
+        """The bytes that no layout has more of."""
+        if self.budget is not None:
+            return self.budget
+        return self.device.budget if self.reserve is None else max(0, self.device.capacity - self.reserve)
 
 
 class Found(NamedTuple):
@@ -151,7 +161,7 @@ def search(
         asked.shape, asked.devices, asked.global_batch, asked.sequence, asked.device.devices_per_node
     ):
         needed = least_memory(one, size)
-        if needed > asked.budget and one not in always:
+        if needed > asked.most and one not in always:
             left_out.append(LeftOut(one, "their parameters, gradients and states do not fit", format_bytes(needed)))
             continue
         least = least_seconds(one, size, asked.shape, asked.device, asked.precision.compute, asked.sequence)
@@ -208,7 +218,7 @@ def _nothing(asked: Asked, left_out: Sequence[LeftOut]) -> str:
     if left_out:
         return (
             f"{asked.name} does not fit on {asked.devices} devices in any layout: parameters, gradients and AdamW's"
-            f" states alone take more than {format_bytes(asked.budget)} of a device; use more devices"
+            f" states alone take more than {format_bytes(asked.most)} of a device; use more devices"
         )
     return (
         f"no layout of {asked.devices} devices goes with steps of {asked.global_batch} samples: data-parallel ranks"
@@ -219,6 +229,7 @@ def _nothing(asked: Asked, left_out: Sequence[LeftOut]) -> str:
 def evaluate(asked: Asked, candidate: Candidate, *, plan: bool = True, polish: bool = False) -> _Outcome:
     """The plan of a layout, or why it has none; without ``plan``, the seconds of its step with everything kept, unless
     that fits and so is the plan. With ``polish`` the plan is improved further."""
+    from lowtide.planner.budget import budget_of
     from lowtide.planner.make import make_plan
     from lowtide.planner.simulate import simulate
     from lowtide.policy import LayerPolicy, Policy
@@ -227,10 +238,11 @@ def evaluate(asked: Asked, candidate: Candidate, *, plan: bool = True, polish: b
         trace = traced_rank(asked, candidate)
         pipeline = candidate.pipeline(len(trace.layers))
         kept = simulate(trace, Policy((LayerPolicy(),) * len(trace.layers)), asked.device, pipeline)
-        if not plan and kept.reserved > asked.budget:
+        budget = budget_of(asked.device, trace, pipeline, budget=asked.budget, reserve=asked.reserve)
+        if not plan and kept.reserved > budget.bytes:
             return kept.seconds
         made = make_plan(
-            trace, asked.budget, asked.device, pipeline, swap=asked.swap, recompute=asked.recompute, polish=polish
+            trace, budget, asked.device, pipeline, swap=asked.swap, recompute=asked.recompute, polish=polish
         )
     except LowtideError as error:
         return LeftOut(candidate, "they cannot be planned", str(error))
