@@ -107,6 +107,7 @@ COMMANDS = {
         "--output",
         "--perfetto",
         "--save",
+        "--sweep",
         "--trace-out",
         "--yaml",
         "-o",
