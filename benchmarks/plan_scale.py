@@ -148,12 +148,17 @@ def traced(name: str, layout: LayoutOptions) -> Planned:
 
 def guide_policy(pipeline: Pipeline) -> Policy:
     """The guide's list, read as the guide's own file is."""
+    return written_policy(pipeline, {"recompute": GUIDE})
+
+
+def written_policy(pipeline: Pipeline, recompute: dict[str, Any]) -> Policy:
+    """What a file's ``recompute_config`` means for the layers of a pipeline."""
     layers = sum(len(chunk) for stage in pipeline.placement for chunk in stage)
     base = layers // (pipeline.stages * pipeline.chunks)
     offset = [[len(stage[chunk]) - base for stage in pipeline.placement] for chunk in range(pipeline.chunks)]
     text = json.dumps(
         {
-            "recompute_config": {"recompute": GUIDE},
+            "recompute_config": recompute,
             "model": {"model_config": {"num_layers": layers, "pp_interleave_num": pipeline.chunks, "offset": offset}},
             "parallel_config": {"pipeline_stage": pipeline.stages},
         }

@@ -109,6 +109,7 @@ COMMANDS = {
         "--output",
         "--perfetto",
         "--save",
+        "--sweep",
         "--trace-out",
         "--yaml",
         "-o",

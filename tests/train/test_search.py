@@ -11,12 +11,15 @@ from typer.testing import CliRunner
 from lowtide.cli.main import app
 from lowtide.cost.devices import find_device
 from lowtide.errors import PlanError
+from lowtide.models.known import SHAPES
 from lowtide.models.shape import DecoderShape
+from lowtide.planner.plan import Plan
+from lowtide.planner.simulation import Simulation
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
-from lowtide.train.candidates import Candidate, candidates, least_memory, least_seconds
+from lowtide.train.candidates import Candidate, candidates, least_memory, least_time
 from lowtide.train.exports import megatron, run_yaml, torchtitan
 from lowtide.train.run import Degrees, Precision
-from lowtide.train.search import Asked, LeftOut, evaluate, search, size_of
+from lowtide.train.search import Asked, evaluate, search, size_of, traced_rank
 
 SHAPE = DecoderShape(
     vocab_size=512, hidden_size=256, num_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64,
@@ -41,8 +44,8 @@ def test_without_a_budget_each_layout_gets_what_its_process_groups_leave() -> No
     assert replace(asked, reserve=1 << 30).most == DEVICE.capacity - (1 << 30)
     budgets = set()
     for candidate in all_of(asked)[::5]:
-        plan = evaluate(asked, candidate)
-        assert not isinstance(plan, (LeftOut, float))
+        plan = evaluate(asked, candidate).outcome
+        assert isinstance(plan, Plan)
         degrees = candidate.degrees
         budgets.add(plan.budget)
         many = sum(degree > 1 for degree in (degrees.data, degrees.tensor, degrees.pipeline))
@@ -66,9 +69,9 @@ def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take() -> None
     size = size_of(SHAPE)
     roomy = replace(ASKED, budget=8 << 30)
     for candidate in all_of(ASKED)[::6]:
-        plan = evaluate(roomy, candidate)
-        assert not isinstance(plan, (LeftOut, float))
-        assert least_seconds(candidate, size, SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
+        plan = evaluate(roomy, candidate).outcome
+        assert isinstance(plan, Plan)
+        assert least_time(candidate, size, SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
         assert least_memory(candidate, size) <= plan.simulation.reserved
 
 
@@ -76,10 +79,52 @@ def test_the_fastest_of_all_layouts_is_found() -> None:
     few = replace(ASKED, devices=2, global_batch=4)
     searched = search(few, workers=1)
     assert searched.proved
-    plans = [evaluate(few, one) for one in all_of(few)]
-    best = min(one.simulation.seconds for one in plans if not isinstance(one, (LeftOut, float)))
+    plans = [evaluate(few, one).outcome for one in all_of(few)]
+    best = min(one.simulation.seconds for one in plans if isinstance(one, Plan))
     assert searched.found[0].seconds <= best * (1 + 1e-9)
     assert len(searched.found) + len(searched.left_out) == len(plans)
+
+
+def test_layouts_that_differ_in_virtual_stages_have_the_same_trace_and_a_known_one_is_used() -> None:
+    one = next(candidate for candidate in all_of(ASKED) if candidate.degrees.pipeline == 2)
+    other = next(
+        candidate for candidate in all_of(ASKED) if candidate.chunks > 1 and candidate.traced_as == one.traced_as
+    )
+    trace = traced_rank(ASKED, one)
+    assert traced_rank(ASKED, other) == trace
+    first = evaluate(ASKED, other)
+    again = evaluate(ASKED, other, trace=trace)
+    assert first.trace == trace
+    assert again.trace is None
+    assert isinstance(first.outcome, Plan)
+    assert isinstance(again.outcome, Plan)
+    assert (again.outcome.policy, again.outcome.simulation) == (first.outcome.policy, first.outcome.simulation)
+
+
+def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
+    tight = replace(ASKED, budget=40 << 20)
+    for candidate in all_of(tight)[::9]:
+        kept = evaluate(replace(tight, budget=1), candidate, plan=False)
+        assert isinstance(kept.outcome, Simulation)
+        brief = evaluate(tight, candidate, trace=kept.trace, kept=kept.outcome).outcome
+        full = evaluate(tight, candidate, trace=kept.trace, brief=False).outcome
+        assert type(brief) is type(full)
+        if isinstance(brief, Plan) and isinstance(full, Plan):
+            assert brief.simulation.seconds >= full.simulation.seconds >= kept.outcome.seconds
+            assert brief.simulation.reserved <= tight.budget
+            assert (brief.bound, brief.curve, brief.simulation.stages[0].memory) == (None, (), ())
+            assert full.bound is not None
+
+
+def test_a_layout_that_is_always_planned_need_not_be_among_those_considered() -> None:
+    few = replace(ASKED, devices=2, global_batch=4)
+    odd = Candidate(degrees=Degrees(tensor=2, sequence_parallel=False), samples=2, micro_batches=2)
+    assert odd not in all_of(few)
+    searched = search(few, workers=1, always=[odd])
+    assert odd in [one.candidate for one in searched.found]
+    assert len(searched.found) + len(searched.left_out) == len(all_of(few)) + 1
+    with pytest.raises(PlanError, match="is a layout of 4 devices for steps of 8 samples; the search is for 2 and 4"):
+        search(few, always=[Candidate(degrees=Degrees(shard=4), samples=2)])
 
 
 def test_nothing_fits_and_nothing_divides() -> None:
@@ -113,6 +158,17 @@ def test_a_search_is_refused_with_a_layout_or_without_a_batch() -> None:
         result = CliRunner().invoke(app, ["plan", "llama3-8b", *given])
         assert result.exit_code == 1
         assert said in result.output
+
+
+@pytest.mark.slow
+def test_explain_explains_the_fastest_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "small", SHAPE)
+    given = ["explain", "small", "--devices", "2", "--global-batch", "2", "--seq", "256"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    assert "small fits in" in result.output
+    assert "2 x h100" in result.output
+    assert "options" in result.output
 
 
 @pytest.mark.slow

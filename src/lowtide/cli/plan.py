@@ -24,6 +24,16 @@ Html = Annotated[Path | None, _file("--html", text="A report: one page that need
 Perfetto = Annotated[Path | None, _file("--perfetto", text="The simulated step, for ui.perfetto.dev.")]
 TraceOut = Annotated[Path | None, _file("--trace-out", text="The Trace, to plan from again.")]
 Save = Annotated[Path | None, _file("--save", text="The whole plan, as `lowtide report` reads it.")]
+Swept = Annotated[
+    str | None,
+    typer.Option(
+        "--sweep",
+        metavar="OPTION=FROM..TO",
+        help="Plan for several values of budget, seq or devices, and compare them: budget=40GiB..80GiB is five of them,"
+        " budget=40GiB..80GiB:9 is nine; seq and devices double.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as one JSON object.", rich_help_panel=WRITE)]
 
 
@@ -37,6 +47,7 @@ def plan(
     trace_out: TraceOut = None,
     save: Save = None,
     as_json: AsJson = False,
+    sweep: Swept = None,
 ) -> None:
     """Find the fastest Policy that fits a budget of device memory; no device is needed.
 
@@ -47,8 +58,18 @@ def plan(
 
     Example: [bold]lowtide plan llama3-8b --budget 60GiB --device h100 --dp 8 --seq 8192 -o policy.json[/bold]
 
+    With --sweep there is a table of several plans, and a page of it with --html.
+
     Example: [bold]lowtide plan llama3-70b --devices 64 --global-batch 512 --seq 8192 --device h100[/bold]
+
+    Example: [bold]lowtide plan llama3-8b --dp 8 --seq 8192 --sweep budget=24GiB..72GiB --html sweep.html[/bold]
     """
+    if sweep is not None:
+        from lowtide.cli.sweep import sweep_inputs
+
+        others = {"--output": output, "--yaml": yaml, "--perfetto": perfetto, "--trace-out": trace_out, "--save": save}
+        sweep_inputs(inputs, sweep, page=html, as_json=as_json, others=others)
+        return
     files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
     found = plan_inputs(inputs, tuple(files.values()))
     # Before anything is printed: a reader of the output that stops early, such as `head`, does not cost the files.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
@@ -11,16 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lowtide.cli.traced import LayoutOptions, Traced, Training
     from lowtide.cost.device import Device
     from lowtide.planner.plan import Option, Plan
     from lowtide.trace.optimizers import OptimizerName
     from lowtide.train.run import DataType
-    from lowtide.train.search import Searched
+    from lowtide.train.search import Asked, Searched
 
-__all__ = ["Inputs", "Planned", "given_text", "plan_inputs", "takes_inputs"]
+__all__ = [
+    "Inputs",
+    "Planned",
+    "Prepared",
+    "given_text",
+    "plan_inputs",
+    "planning",
+    "prepare_inputs",
+    "prepare_search",
+    "search_layouts",
+    "searches",
+    "takes_inputs",
+]
 
 LAYOUT = "The layout"
 TRAINING = "How it is trained"
@@ -250,71 +261,118 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
     What is wrong with the arguments, or with the directories of ``files`` that are written later, is found before torch
     is imported.
     """
-    import gc
-    import os
-    from dataclasses import replace
-
     from lowtide.cli.console import make_console
-    from lowtide.cli.traced import prepare
-    from lowtide.cost.devices import find_device, is_torch_device
-    from lowtide.cost.kernels import family_of
-    from lowtide.errors import LowtideError
-    from lowtide.planner.budget import budget_of, check_given
-    from lowtide.planner.make import make_plan
-    from lowtide.units import parse_budget, parse_bytes
 
-    gc.enable()  # the entry point turned it off for commands that end at once
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     console = make_console(stderr=True)
-    try:
-        budget = parse_budget(inputs.budget) if inputs.budget is not None else None
-        reserve = parse_budget(inputs.reserve, "reserve") if inputs.reserve is not None else None
-        check_given(budget, reserve)
-        host_memory = parse_bytes(inputs.host_memory) if inputs.host_memory is not None else None
-        _check_directories(files)
-        if inputs.devices is not None or inputs.global_batch is not None:
-            return _search(inputs, budget, reserve, console)
-        here = is_torch_device(inputs.device)
-        device = None if here else find_device(inputs.device)
-        trace = prepare(inputs.source, inputs.layout, inputs.training)
-        from lowtide.cost.imagined import device_kernels  # imports torch
-
-        if device is None:
-            from lowtide.cost.present import present_device
-
-            device = present_device(inputs.device)
-        device = replace(device, expandable_segments=device.expandable_segments or inputs.expandable_segments)
-        with console.status(f"reading {inputs.source}") as status:  # shown on a terminal only
-            with device_kernels(family_of(device.name)):
-                traced = trace(status.update)
-            plan = make_plan(
-                traced.trace,
-                budget_of(device, traced.trace, traced.pipeline, budget=budget, reserve=reserve),
-                device,
-                traced.pipeline,
-                swap=not inputs.no_swap,
-                recompute=not inputs.no_recompute,
-                host_memory=host_memory,
-                progress=status.update,
-            )
+    with planning(files):
+        if searches(inputs):
+            with console.status("searching layouts") as status:  # shown on a terminal only
+                return search_layouts(inputs, status.update)
+        prepared = prepare_inputs(inputs)
+        with console.status(f"reading {inputs.source}") as status:
+            traced, device = prepared.trace(status.update)
+            plan = prepared.plan(traced, device, status.update)
             status.update("simulating what the file says")
             plan = _with_own(plan, traced, device, console.print)
-    except LowtideError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     return Planned(traced, device, plan)
 
 
-def _search(inputs: Inputs, budget: int | None, reserve: int | None, console: Console) -> Planned:
-    """The plan of the fastest layout of so many devices."""
+@contextmanager
+def planning(files: Sequence[Path | None] = ()) -> Iterator[None]:
+    """Around what is planned: an error is printed in one line, with exit code 1."""
+    import gc
+    import os
+
+    from lowtide.errors import LowtideError
+
+    gc.enable()  # the entry point turned it off for commands that end at once
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        _check_directories(files)
+        yield
+    except LowtideError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+class Prepared(NamedTuple):
+    """What is to be planned, read and checked; torch is not imported yet."""
+
+    inputs: Inputs
+    budget: int | None
+    reserve: int | None
+    host_memory: int | None
+    device: Device | None
+    """None for the one that is here."""
+    tracer: Callable[[Callable[[str], None]], Traced]
+
+    def trace(self, progress: Callable[[str], None]) -> tuple[Traced, Device]:
+        """Trace it, with the kernels that the device has."""
+        from dataclasses import replace
+
+        from lowtide.cost.imagined import device_kernels  # imports torch
+        from lowtide.cost.kernels import family_of
+
+        device = self.device
+        if device is None:
+            from lowtide.cost.present import present_device
+
+            device = present_device(self.inputs.device)
+        device = replace(device, expandable_segments=device.expandable_segments or self.inputs.expandable_segments)
+        with device_kernels(family_of(device.name)):
+            return self.tracer(progress), device
+
+    def plan(self, traced: Traced, device: Device, progress: Callable[[str], None], budget: int | None = None) -> Plan:
+        """Plan it, for its own budget unless another is given."""
+        from lowtide.planner.budget import budget_of
+        from lowtide.planner.make import make_plan
+
+        budget = budget or self.budget
+        return make_plan(
+            traced.trace,
+            budget_of(device, traced.trace, traced.pipeline, budget=budget, reserve=self.reserve),
+            device,
+            traced.pipeline,
+            swap=not self.inputs.no_swap,
+            recompute=not self.inputs.no_recompute,
+            host_memory=self.host_memory,
+            progress=progress,
+        )
+
+
+def prepare_inputs(inputs: Inputs) -> Prepared:
+    """Read and check what is to be planned."""
+    from lowtide.cli.traced import prepare
+    from lowtide.cost.devices import find_device, is_torch_device
+    from lowtide.planner.budget import check_given
+    from lowtide.units import parse_budget, parse_bytes
+
+    budget = parse_budget(inputs.budget) if inputs.budget is not None else None
+    reserve = parse_budget(inputs.reserve, "reserve") if inputs.reserve is not None else None
+    check_given(budget, reserve)
+    host_memory = parse_bytes(inputs.host_memory) if inputs.host_memory is not None else None
+    device = None if is_torch_device(inputs.device) else find_device(inputs.device)
+    return Prepared(
+        inputs, budget, reserve, host_memory, device, prepare(inputs.source, inputs.layout, inputs.training)
+    )
+
+
+def searches(inputs: Inputs) -> bool:
+    """Whether the layout is to be searched for."""
+    return inputs.devices is not None or inputs.global_batch is not None
+
+
+def prepare_search(inputs: Inputs) -> Asked:
+    """Read and check what a search is for."""
     from dataclasses import replace
 
-    from lowtide.cli.traced import SEQUENCE, Traced
+    from lowtide.cli.traced import SEQUENCE
     from lowtide.cost.devices import find_device
     from lowtide.errors import PlanError
     from lowtide.models.known import find_shape
     from lowtide.train.run import Precision
-    from lowtide.train.search import Asked, search, traced_rank
+    from lowtide.train.search import Asked
+    from lowtide.units import parse_budget
 
     if inputs.devices is None or inputs.global_batch is None:
         raise PlanError("a search for a layout needs both --devices and --global-batch")
@@ -334,12 +392,12 @@ def _search(inputs: Inputs, budget: int | None, reserve: int | None, console: Co
     device = replace(device, expandable_segments=device.expandable_segments or inputs.expandable_segments)
     sequence = inputs.sequence or SEQUENCE
     training = inputs.training
-    asked = Asked(
+    return Asked(
         name=inputs.source,
         shape=replace(shape, max_position_embeddings=max(sequence, shape.max_position_embeddings)),
         device=device,
-        budget=budget,
-        reserve=reserve,
+        budget=parse_budget(inputs.budget) if inputs.budget is not None else None,
+        reserve=parse_budget(inputs.reserve, "reserve") if inputs.reserve is not None else None,
         devices=inputs.devices,
         global_batch=inputs.global_batch,
         sequence=sequence,
@@ -348,15 +406,25 @@ def _search(inputs: Inputs, budget: int | None, reserve: int | None, console: Co
         swap=not inputs.no_swap,
         recompute=not inputs.no_recompute,
     )
-    with console.status("searching layouts") as status:  # shown on a terminal only
-        searched = search(asked, progress=status.update)
-        if not searched.found:
-            why = "; ".join(f"{count}: {why}" for why, count in searched.reasons.items())
-            raise PlanError(f"{inputs.source} has no layout that fits {inputs.devices} devices: {why}")
-        best = searched.found[0]
-        trace = traced_rank(asked, best.candidate)
+
+
+def search_layouts(inputs: Inputs, progress: Callable[[str], None]) -> Planned:
+    """The plan of the fastest layout of so many devices."""
+    from dataclasses import replace
+
+    from lowtide.cli.traced import Traced
+    from lowtide.errors import PlanError
+    from lowtide.train.search import search, traced_rank
+
+    asked = prepare_search(inputs)
+    searched = search(asked, progress=progress)
+    if not searched.found:
+        why = "; ".join(f"{count}: {why}" for why, count in searched.reasons.items())
+        raise PlanError(f"{inputs.source} has no layout that fits {inputs.devices} devices: {why}")
+    best = searched.found[0]
+    trace = traced_rank(asked, best.candidate)
     traced = Traced(replace(trace, pipeline=best.plan.pipeline), best.plan.pipeline, None)
-    return Planned(traced, device, best.plan, searched)
+    return Planned(traced, asked.device, best.plan, searched)
 
 
 def _check_directories(files: Sequence[Path | None]) -> None:

@@ -78,14 +78,18 @@ def make_plan(
     host_memory: int | None = None,
     fixed: Policy | None = None,
     polish: bool = True,
+    brief: bool = False,
+    kept: Simulation | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The fastest Policy whose simulated memory is within ``budget`` on every stage's device.
 
     A :class:`~lowtide.planner.budget.Budget` also says what was assumed for it, which becomes one of the plan's notes.
     ``swap`` and ``recompute`` say what may be used, ``host_memory`` how much of a node's memory swaps may take, and
-    ``fixed`` what is decided already. Without ``polish`` what the solver finds is not improved further. If nothing
-    fits, the Plan says so and how much is needed.
+    ``fixed`` what is decided already. Without ``polish`` what the solver finds is not improved further. A ``brief``
+    plan is one of many that are compared: it has no bound, no curve and no details, and the simple options are tried
+    only where the solver finds nothing that fits. ``kept`` is the simulated step that keeps everything, if it is known.
+    If nothing fits, the Plan says so and how much is needed.
 
     ``plan = make_plan(Trace.load("trace.json"), "60GiB", "h100")``
     """
@@ -110,20 +114,22 @@ def make_plan(
         host_memory=host_memory,
         fixed=None if fixed is None else resolve(fixed, trace.catalogue),
     )
-    search = _Search(trace, device, pipeline, problems, size, fixed)
+    search = _Search(trace, device, pipeline, problems, size, fixed, brief=brief)
     progress("simulating the simple options")
-    options = search.simple(swap=swap, recompute=recompute)
+    options = search.simple(kept, swap=swap, recompute=recompute)
     progress("solving")
-    kept = options[0]
-    found, solve_seconds, bound = _Found([], None, []), 0.0, kept.simulation.seconds
-    if not kept.fits or fixed is not None:
+    first = options[0]
+    found, solve_seconds, bound = _Found([], None, []), 0.0, first.simulation.seconds
+    if not first.fits or fixed is not None:
         load_solver()
         begin, search.simulating = time.perf_counter(), 0.0
-        found = search.fit(kept.simulation, swap=swap, recompute=recompute)
+        found = search.fit(first.simulation, swap=swap, recompute=recompute)
         solve_seconds = time.perf_counter() - begin - search.simulating
-        bound = search.bound(kept, seconds, swap=swap, recompute=recompute)
+        bound = 0.0 if brief else search.bound(first, seconds, swap=swap, recompute=recompute)
     options += found.options
-    if polish and pipeline.stages == 1 and fixed is None and recompute and not kept.fits:
+    if brief and not any(one.fits for one in options):
+        options += search.others(swap=swap, recompute=recompute)
+    if polish and pipeline.stages == 1 and fixed is None and recompute and not first.fits:
         progress("polishing")
         costs = [layer_cost(part, seconds) for part in trace.parts]
         options += search.polished(options, costs, options[0].simulation, swap=swap)
@@ -168,8 +174,11 @@ class _Search:
         problems: Sequence[StageProblem],
         budget: int,
         fixed: Policy | None,
+        *,
+        brief: bool,
     ) -> None:
         self.trace, self.device, self.pipeline = trace, device, pipeline
+        self.brief = brief
         self.problems, self.budget, self.fixed = problems, budget, fixed
         self.layers = len(trace.layers)
         self.swap = self.recompute = True
@@ -210,13 +219,21 @@ class _Search:
         simulation = self.simulate(policy)
         return Option(name=name, policy=policy, simulation=simulation, fits=simulation.reserved <= self.budget, how=how)
 
-    def simple(self, *, swap: bool, recompute: bool) -> list[Option]:
+    def simple(self, kept: Simulation | None, *, swap: bool, recompute: bool) -> list[Option]:
         """The simple options, simulated; the first keeps everything that is not fixed."""
         if self.fixed is not None:
             return [self.option("what is fixed", replace(self.fixed, origin="solver"))]
-        policies = list(simple_policies(self.layers, swap=swap, recompute=recompute))
-        if self.many:
-            policies = policies[:1]
+        nothing = next(simple_policies(self.layers))
+        simulation = kept or self.simulate(nothing.policy)
+        fits = simulation.reserved <= self.budget
+        first = Option(name=nothing.name, policy=nothing.policy, simulation=simulation, fits=fits, how=nothing.how)
+        return [first] if self.brief else [first, *self.others(swap=swap, recompute=recompute)]
+
+    def others(self, *, swap: bool, recompute: bool) -> list[Option]:
+        """The simple options that do not keep everything; none of a pipeline of many stages."""
+        if self.many or self.fixed is not None:
+            return []
+        _, *policies = simple_policies(self.layers, swap=swap, recompute=recompute)
         return [self.option(one.name, one.policy, one.how) for one in policies]
 
     def fit(self, kept: Simulation, *, swap: bool, recompute: bool) -> _Found:
@@ -348,7 +365,7 @@ class _Search:
         candidates = fitting or [*options, *smallest]
         least = min([one.simulation.reserved for one in (*options, *smallest)] + found.least_reserved)
         chosen = min(candidates, key=lambda one: one.simulation.seconds if feasible else one.simulation.reserved)
-        simulation = self._details(chosen, "reserved")
+        simulation = chosen.simulation if self.brief else self._details(chosen, "reserved")
         written = yaml_form(chosen.policy, self.trace.catalogue, self.pipeline)
         return Plan(
             model=self.trace.model,
@@ -357,11 +374,11 @@ class _Search:
             pipeline=self.pipeline,
             policy=chosen.policy,
             simulation=simulation,
-            bound=bound if feasible else None,
+            bound=bound if feasible and not self.brief else None,
             feasible=feasible,
             least=least,
             options=tuple(options),
-            curve=self._curve(options[0].simulation, least),
+            curve=() if self.brief else self._curve(options[0].simulation, least),
             yaml="" if written.lost else written.text,
             notes=self._notes(simulation, feasible, least) + _not_in_yaml(written),
             solve_seconds=solve_seconds,
@@ -452,7 +469,8 @@ class _Search:
             notes.insert(
                 0,
                 f"nothing fits {format_bytes(self.budget)}: the least that works is {format_bytes(least)}, short by"
-                f" {format_bytes(least - self.budget)}; at its peak the largest are {largest}",
+                f" {format_bytes(least - self.budget)}"
+                + (f"; at its peak the largest are {largest}" if largest else ""),
             )
         if simulation.retries:
             notes.insert(

@@ -1,7 +1,7 @@
 // Draws the figures of the page. Their data are in the page as JSON; colours are names of the style sheet's.
 "use strict";
 (async () => {
-  // Base 85 of what zlib compressed: see _packed in page.py.
+  // Base 85 of what zlib compressed: see _packed in frame.py.
   const ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;[=]?@^_.{|}~";
   const VALUES = Object.fromEntries([...ALPHABET].map((character, value) => [character.charCodeAt(0), value]));
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import re
-import zlib
 from collections.abc import Iterator
 from html import escape
-from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 
 from lowtide.errors import ReportError
@@ -18,6 +13,7 @@ from lowtide.planner.simulation import StageSimulation
 from lowtide.report.adapt_page import adaptive_events, adaptive_figures, adaptive_sentence
 from lowtide.report.axes import Figure
 from lowtide.report.charts import curve_figure, grid_figure, stage_memory_figure, stage_time_figure
+from lowtide.report.frame import chart, framed, section, two, unbroken
 from lowtide.report.layouts import LayoutsFound, layouts_table
 from lowtide.report.prediction import measured_stage, predictions
 from lowtide.report.run import Run
@@ -64,35 +60,7 @@ def make_page(
         figures |= adaptive_figures(run.adaptive)
     title = headline(plan) if plan is not None else _run_headline(run)
     body = "".join(_sections(plan, run, given, figures, layouts))
-    home = files("lowtide.report")
-    data = _packed(json.dumps(figures, separators=(",", ":")))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{(home / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n"
-        f"<body>\n{body}"
-        f'<script type="text/plain" id="figures">{data}</script>\n'
-        f'<script type="text/plain" id="plotly">{_packed(_plotly())}</script>\n'
-        f"<script>\n{(home / 'page.js').read_text(encoding='utf-8')}</script>\n"
-        "</body>\n</html>\n"
-    )
-
-
-def _packed(text: str) -> str:
-    """Compressed, in characters that HTML has no meaning for; page.js has the reverse. Plotly is 5 MB as it is."""
-    return base64.b85encode(zlib.compress(text.encode(), 9)).translate(_HARMLESS).decode()
-
-
-_HARMLESS = bytes.maketrans(b"<>&`", b"[],.")
-"""The characters of base 85 that HTML has a meaning for, and others in their place."""
-
-
-def _plotly() -> str:
-    try:
-        text: str = import_module("plotly.offline").get_plotlyjs()
-    except ImportError:
-        raise ReportError("a page is drawn by plotly, which is not installed: pip install 'lowtide[report]'") from None
-    return text
+    return framed(title, body, figures)
 
 
 def _figures(plan: Plan | None, run: Run | None) -> dict[str, Figure | list[Figure]]:
@@ -139,50 +107,49 @@ def _sections(
 ) -> Iterator[str]:
     yield _header(plan, run)
     if layouts is not None:
-        yield _section("layouts", "Layouts", f"{layouts.sentence}.", layouts_table(layouts))
+        yield section("layouts", "Layouts", f"{layouts.sentence}.", layouts_table(layouts))
     if run is not None and run.adaptive is not None:
         charts = [
-            _chart(name, label)
+            chart(name, label)
             for name, label in (("adapt_time", "time of each step"), ("adapt_memory", "most reserved in each step"))
             if name in figures
         ]
         lead = adaptive_sentence(run.adaptive)
-        yield _section("adapt", "How the run adapted itself", lead, "".join(charts) + adaptive_events(run.adaptive))
+        yield section("adapt", "How the run adapted itself", lead, "".join(charts) + adaptive_events(run.adaptive))
     if "memory" in figures:
         yield _memory(plan, run, figures)
     if plan is not None and "curve" in figures:
-        yield _section(
+        yield section(
             "options",
             "Options",
             "The line is the fastest step for each budget by the solver's model. The points are simulated; hollow ones"
             " do not fit.",
-            _two(_chart("curve", "step time against memory"), options_table(plan)),
+            two(chart("curve", "step time against memory"), options_table(plan)),
         )
     if plan is not None and "grid" in figures:
-        yield _section(
+        yield section(
             "grid",
             "Layer by layer",
             "What becomes of what each operator holds for backward. Operators that hold nothing are left out.",
-            decision_legend() + _chart("grid", "decisions by layer and operator"),
+            decision_legend() + chart("grid", "decisions by layer and operator"),
         )
     if plan is not None:
         several = len(plan.simulation.stages) > 1
-        yield _section(
+        yield section(
             "stages",
             "Pipeline stages" if several else "The device",
             "Memory at each stage's peak, and its time in a step."
             if several
             else "Its memory at the peak, and its step.",
-            _two(_chart("stage_memory", "memory of each stage"), _chart("stage_time", "time of each stage")),
+            two(chart("stage_memory", "memory of each stage"), chart("stage_time", "time of each stage")),
         )
-        yield _section("peak", "What the peak is made of", peak_sentence(plan), shares_table(plan))
+        yield section("peak", "What the peak is made of", peak_sentence(plan), shares_table(plan))
     if run is not None and run.settings:
         covered = f"In {run.steps} steps, as the runtime counted." if run.steps else "As the runtime counted."
-        yield _section("run", "What the run did", covered, receipt_table(run))
+        yield section("run", "What the run did", covered, receipt_table(run))
     if plan is not None:
         yield _use(plan, given)
     yield _honesty(plan, run)
-    yield "<footer>Made by lowtide. This file needs no network.</footer>\n"
 
 
 def _use(plan: Plan, given: str | None) -> str:
@@ -197,18 +164,18 @@ def _use(plan: Plan, given: str | None) -> str:
         against = "" if given is None else ", against the file"
         body += f"<h3>As MindSpore YAML{against}</h3>{yaml_difference(plan, given)}"
     lead = "In Python:" if plan.feasible else "It does not fit the budget. The Policy that needs least, in Python:"
-    return _section("use", "How to use it", lead, body)
+    return section("use", "How to use it", lead, body)
 
 
 def _header(plan: Plan | None, run: Run | None) -> str:
     if plan is None:
         assert run is not None
-        title = _unbroken(escape(_run_headline(run)))
+        title = unbroken(escape(_run_headline(run)))
         return f'<header><p class="where"><b>lowtide</b> · a run</p><h1>{title}</h1></header>\n{run_figures(run)}'
     mark = "" if plan.feasible else ' class="no"'
     return (
         f'<header><p class="where"><b>lowtide</b> · {escape(plan.model)} · {escape(layout(plan))}</p>'
-        f"<h1{mark}>{_unbroken(escape(headline(plan)))}</h1></header>\n{key_figures(plan)}{decision_bar(plan)}\n"
+        f"<h1{mark}>{unbroken(escape(headline(plan)))}</h1></header>\n{key_figures(plan)}{decision_bar(plan)}\n"
     )
 
 
@@ -217,11 +184,6 @@ def _run_headline(run: Run | None) -> str:
     parts = [f"{format_bytes(run.peak)} at the peak"] if run.peak is not None else []
     parts += [f"{format_seconds(run.seconds)} a step"] if run.seconds is not None else []
     return f"The run took {' and '.join(parts)}" if parts else "What lowtide did in the run"
-
-
-def _unbroken(text: str) -> str:
-    """No line ends between a number and its unit."""
-    return re.sub(r"(?<=\d) (?=[A-Za-zµ])", "\N{NO-BREAK SPACE}", text)
 
 
 def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list[Figure]]) -> str:
@@ -241,10 +203,10 @@ def _memory(plan: Plan | None, run: Run | None, figures: dict[str, Figure | list
                 for stage in stages
             )
             chooser = f'<label class="stage">shown: <select id="stage">{options}</select></label>'
-    body = chooser + f'<p class="lead">{escape(lead)}</p>' + _chart("memory", "memory over the step")
+    body = chooser + f'<p class="lead">{escape(lead)}</p>' + chart("memory", "memory over the step")
     if plan is not None and "lanes" in figures:
-        chart = _chart("lanes", "what the device and the link do over the step")
-        body += f'<h3>Device and link</h3><p class="lead">{escape(_link_sentence(plan))}</p>{lanes_legend()}{chart}'
+        lanes = chart("lanes", "what the device and the link do over the step")
+        body += f'<h3>Device and link</h3><p class="lead">{escape(_link_sentence(plan))}</p>{lanes_legend()}{lanes}'
     return f'<section id="memory"><h2>Memory over the step</h2>{body}</section>\n'
 
 
@@ -297,15 +259,3 @@ def _errors(plan: Plan, run: Run | None) -> Iterator[str]:
             format_bytes(int(n)) if one.what == "peak" else format_seconds(n) for n in (one.predicted, one.measured)
         ]
         yield f"The {one.what} was predicted as {words[0]} and measured as {words[1]}: {one.error:+.1%}."
-
-
-def _section(name: str, title: str, lead: str, body: str) -> str:
-    return f'<section id="{name}"><h2>{escape(title)}</h2><p class="lead">{escape(lead)}</p>{body}</section>\n'
-
-
-def _chart(name: str, label: str) -> str:
-    return f'<div class="chart" data-figure="{name}" role="img" aria-label="{escape(label)}"></div>'
-
-
-def _two(left: str, right: str) -> str:
-    return f'<div class="two"><div>{left}</div><div>{right}</div></div>'

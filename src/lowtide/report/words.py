@@ -12,7 +12,9 @@ from lowtide.units import format_bytes, format_seconds
 
 __all__ = [
     "KINDS",
+    "Decided",
     "Held",
+    "decided",
     "decision_kind",
     "fullest",
     "headline",
@@ -38,6 +40,18 @@ class Held(NamedTuple):
     keep: int = 0
     recompute: int = 0
     swap: int = 0
+
+
+class Decided(NamedTuple):
+    """Operators of one name that are recomputed or swapped, in however many layers."""
+
+    kind: str
+    """``recompute`` or ``swap``."""
+    name: str
+    """The operator; empty for layers that are recomputed as a whole."""
+    layers: int
+    bytes: int
+    """What they hold for backward in one micro-batch when they are kept, all layers together."""
 
 
 def headline(plan: Plan) -> str:
@@ -171,6 +185,24 @@ def held_by_decision(plan: Plan) -> Held:
         for one in layer:
             sums[decision_kind(one.decision)] += one.bytes
     return Held(**sums)
+
+
+def decided(plan: Plan) -> list[Decided]:
+    """What is recomputed and swapped, the largest first; nothing where the plan does not say."""
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for settings, operators in zip(plan.policy.layers, plan.operators, strict=False):
+        whole = settings.recomputed_as_a_whole
+        sizes: dict[tuple[str, str], int] = {}
+        for one in operators:
+            kind = decision_kind(one.decision)
+            if kind != "keep":
+                key = (kind, "" if whole and kind == "recompute" else one.name)
+                sizes[key] = sizes.get(key, 0) + one.bytes
+        for key, size in sizes.items():
+            layers, total = sums.get(key, (0, 0))
+            sums[key] = (layers + 1, total + size)
+    rows = [Decided(kind, name, layers, size) for (kind, name), (layers, size) in sums.items()]
+    return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.name))
 
 
 def decision_kind(decision: Keep | Recompute | Swap) -> str:

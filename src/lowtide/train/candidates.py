@@ -22,7 +22,7 @@ from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.train.degrees import check_degrees
 from lowtide.train.run import Degrees
 
-__all__ = ["Candidate", "Size", "candidates", "least_memory", "least_seconds"]
+__all__ = ["Candidate", "Size", "candidates", "least_memory", "least_time"]
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)
@@ -37,6 +37,12 @@ class Candidate:
     samples: int = 1
     """Samples of a micro-batch."""
     micro_batches: int = 1
+
+    @property
+    def traced_as(self) -> tuple[Degrees, int]:
+        """All that the Trace of a rank depends on: layouts with the same, such as those that differ in virtual stages,
+        share one."""
+        return self.degrees, self.samples
 
     def pipeline(self, layers: int) -> Pipeline:
         """Its stages."""
@@ -115,7 +121,7 @@ def _copies(data: int, tensor: int, expert: int, stages: int, devices_per_node: 
     return (1, nodes) if plain and nodes > 1 and data % devices_per_node == 0 else (1,)
 
 
-def least_seconds(
+def least_time(
     candidate: Candidate, size: Size, shape: DecoderShape, device: Device, dtype: str, sequence: int
 ) -> float:
     """No Policy in this layout has a faster step. See [Note: what a layout takes at least]."""

@@ -5,7 +5,11 @@ A layout's least time is first known from its FLOPs and collectives, then from i
 Policy makes faster, then from its plan. What is looked at next is the one that is expected to be the fastest: FLOPs and
 collectives make up about the same share of each step, and those that were traced say which. The search ends when there
 are enough for a table and the least time of each layout that is not planned is more than the fastest plan's. The others
-of the table are the best that were met on the way; the plan of the fastest alone is polished.
+of the table are the best that were met on the way; the plan of the fastest alone is compared with simple options,
+polished, and made with all that a report shows.
+
+What was found out of a layout is not found out again: its Trace, which others that differ in virtual stages share, and
+its step with everything kept go from process to process.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from math import inf
@@ -25,17 +29,22 @@ from lowtide.cost.device import Device
 from lowtide.errors import LowtideError, PlanError
 from lowtide.models.shape import DecoderShape
 from lowtide.planner.plan import Plan
+from lowtide.planner.simulation import Simulation
 from lowtide.trace.trace import Trace
-from lowtide.train.candidates import Candidate, Size, candidates, least_memory, least_seconds
-from lowtide.train.run import Precision
+from lowtide.train.candidates import Candidate, Size, candidates, least_memory, least_time
+from lowtide.train.run import Degrees, Precision
 from lowtide.units import format_bytes
 
-__all__ = ["Asked", "Found", "LeftOut", "Searched", "evaluate", "search", "size_of", "traced_rank"]
+__all__ = ["Asked", "Evaluated", "Found", "LeftOut", "Searched", "evaluate", "search", "size_of", "traced_rank"]
 
 SHOWN = 10
 """Layouts in the table."""
 NEAR = 1.2
 """While there are fewer, others are planned that may be this much slower than the fastest."""
+
+
+AHEAD = 6
+"""How far down the list to look for a layout whose Trace no other process is making."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +96,16 @@ class LeftOut(NamedTuple):
     detail: str = ""
 
 
-_Outcome: TypeAlias = "Plan | LeftOut | float"
+Outcome: TypeAlias = "Plan | LeftOut | Simulation"
+
+
+class Evaluated(NamedTuple):
+    """What was found out of a layout."""
+
+    outcome: Outcome
+    """Its plan, or why it has none; or its step with everything kept, which does not fit."""
+    trace: Trace | None
+    """None if it was known before, or could not be made."""
 
 
 class _Waiting(NamedTuple):
@@ -96,8 +114,8 @@ class _Waiting(NamedTuple):
     candidate: Candidate
     least: float
     """No Policy has a faster step."""
-    kept: bool = False
-    """Whether that is the step with everything kept."""
+    kept: Simulation | None = None
+    """Its step with everything kept, where that is what is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,26 +170,30 @@ def search(
 ) -> Searched:
     """Look for the fastest layout for at most about ``seconds``.
 
-    ``always`` are layouts that are planned first, whatever is known of them.
+    ``always`` are layouts that are planned first, whatever is known of them, also those that would not be considered.
     """
     begin = time.monotonic()
     size, left_out = size_of(asked.shape), list[LeftOut]()
     waiting: list[_Waiting] = []
-    for one in candidates(
+    for one in always:
+        _check_always(asked, one)
+    considered = candidates(
         asked.shape, asked.devices, asked.global_batch, asked.sequence, asked.device.devices_per_node
-    ):
+    )
+    for one in dict.fromkeys((*always, *considered)):
         needed = least_memory(one, size)
         if needed > asked.most and one not in always:
             left_out.append(LeftOut(one, "their parameters, gradients and states do not fit", format_bytes(needed)))
             continue
-        least = least_seconds(one, size, asked.shape, asked.device, asked.precision.compute, asked.sequence)
+        least = least_time(one, size, asked.shape, asked.device, asked.precision.compute, asked.sequence)
         waiting.append(_Waiting(one, least))
     if not waiting:
         raise PlanError(_nothing(asked, left_out))
     found, traced, ratios = list[Found](), set[Candidate](), [1.4]
+    traces: dict[tuple[Degrees, int], Trace] = {}
     count = workers or os.cpu_count() or 1
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running: dict[Future[_Outcome], _Waiting] = {}
+        running: dict[Future[Evaluated], _Waiting] = {}
         while waiting or running:
             fastest = min((one.seconds for one in found), default=inf)
             limit = fastest * (1.0 if len(found) >= SHOWN else NEAR)
@@ -184,26 +206,35 @@ def search(
             usual = median(ratios)
             waiting.sort(key=lambda item: (item.candidate not in always, item.least * (1.0 if item.kept else usual)))
             while waiting and len(running) < count:
-                item = waiting.pop(0)
-                plan = item.kept or item.candidate in always
-                running[pool.submit(evaluate, asked, item.candidate, plan=plan)] = item
-                traced.add(item.candidate)
+                item = _next(waiting, traces, [one.candidate for one in running.values()])
+                waiting.remove(item)
+                candidate = item.candidate
+                plan = item.kept is not None or candidate in always
+                trace = traces.get(candidate.traced_as)
+                future = pool.submit(evaluate, asked, candidate, plan=plan, trace=trace, kept=item.kept)
+                running[future] = item
+                traced.add(candidate)
             progress(f"layouts: {len(traced)} traced, {len(found)} fit, {len(left_out)} left out, {len(waiting)} to go")
-            done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set[Future[_Outcome]](), None)
+            done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set[Future[Evaluated]](), None)
             for future in done:
-                item, outcome = running.pop(future), future.result()
+                item, (outcome, trace) = running.pop(future), future.result()
+                if trace is not None:
+                    traces[item.candidate.traced_as] = trace
                 if isinstance(outcome, LeftOut):
                     left_out.append(outcome)
-                elif isinstance(outcome, float):
-                    ratios.append(outcome / item.least)
-                    waiting.append(_Waiting(item.candidate, outcome, kept=True))
+                elif isinstance(outcome, Simulation):
+                    ratios.append(outcome.seconds / item.least)
+                    waiting.append(_Waiting(item.candidate, outcome.seconds, kept=outcome))
                 else:
                     found.append(Found(item.candidate, outcome))
+            left = {one.candidate.traced_as for one in (*waiting, *running.values())}
+            traces = {key: trace for key, trace in traces.items() if key in left}
     found.sort(key=lambda one: one.seconds)
-    if found and time.monotonic() - begin < seconds / 2:
-        progress("polishing the fastest")
-        best = evaluate(asked, found[0].candidate, polish=True)
-        if isinstance(best, Plan) and best.simulation.seconds < found[0].seconds:
+    if found:
+        progress("planning the fastest in full")
+        polish = time.monotonic() - begin < seconds / 2
+        best, _ = evaluate(asked, found[0].candidate, brief=False, polish=polish)
+        if isinstance(best, Plan) and best.simulation.seconds <= found[0].seconds:
             found[0] = Found(found[0].candidate, best)
     return Searched(
         asked=asked,
@@ -212,6 +243,24 @@ def search(
         traced=len(traced),
         seconds=time.monotonic() - begin,
     )
+
+
+def _next(
+    waiting: Sequence[_Waiting], traces: Mapping[tuple[Degrees, int], Trace], running: Sequence[Candidate]
+) -> _Waiting:
+    """The layout that is expected to be the fastest, but none whose Trace is being made for another one, unless all
+    are."""
+    made = {one.traced_as for one in running} - set(traces)
+    return next((one for one in waiting[:AHEAD] if one.candidate.traced_as not in made), waiting[0])
+
+
+def _check_always(asked: Asked, candidate: Candidate) -> None:
+    devices, samples = candidate.degrees.world, candidate.degrees.data * candidate.samples * candidate.micro_batches
+    if (devices, samples) != (asked.devices, asked.global_batch):
+        raise PlanError(
+            f"{candidate} is a layout of {devices} devices for steps of {samples} samples; the search is for"
+            f" {asked.devices} and {asked.global_batch}"
+        )
 
 
 def _nothing(asked: Asked, left_out: Sequence[LeftOut]) -> str:
@@ -226,27 +275,50 @@ def _nothing(asked: Asked, left_out: Sequence[LeftOut]) -> str:
     )
 
 
-def evaluate(asked: Asked, candidate: Candidate, *, plan: bool = True, polish: bool = False) -> _Outcome:
-    """The plan of a layout, or why it has none; without ``plan``, the seconds of its step with everything kept, unless
-    that fits and so is the plan. With ``polish`` the plan is improved further."""
+def evaluate(
+    asked: Asked,
+    candidate: Candidate,
+    *,
+    plan: bool = True,
+    brief: bool = True,
+    polish: bool = False,
+    trace: Trace | None = None,
+    kept: Simulation | None = None,
+) -> Evaluated:
+    """The plan of a layout, or why it has none; without ``plan``, its step with everything kept, unless that fits and
+    so is the plan. It is ``brief`` and not polished unless that is asked for; see
+    :func:`~lowtide.planner.make.make_plan`. ``trace`` and ``kept`` are what is known of the layout."""
     from lowtide.planner.budget import budget_of
     from lowtide.planner.make import make_plan
     from lowtide.planner.simulate import simulate
     from lowtide.policy import LayerPolicy, Policy
 
+    made: Trace | None = None
     try:
-        trace = traced_rank(asked, candidate)
+        if trace is None:
+            trace = made = traced_rank(asked, candidate)
         pipeline = candidate.pipeline(len(trace.layers))
-        kept = simulate(trace, Policy((LayerPolicy(),) * len(trace.layers)), asked.device, pipeline)
+        if kept is None:
+            kept = simulate(trace, Policy((LayerPolicy(),) * len(trace.layers)), asked.device, pipeline)
         budget = budget_of(asked.device, trace, pipeline, budget=asked.budget, reserve=asked.reserve)
         if not plan and kept.reserved > budget.bytes:
-            return kept.seconds
-        made = make_plan(
-            trace, budget, asked.device, pipeline, swap=asked.swap, recompute=asked.recompute, polish=polish
+            return Evaluated(kept, made)
+        found = make_plan(
+            trace,
+            budget,
+            asked.device,
+            pipeline,
+            swap=asked.swap,
+            recompute=asked.recompute,
+            polish=polish,
+            brief=brief,
+            kept=kept,
         )
     except LowtideError as error:
-        return LeftOut(candidate, "they cannot be planned", str(error))
-    return made if made.feasible else LeftOut(candidate, "no Policy fits", format_bytes(made.least))
+        return Evaluated(LeftOut(candidate, "they cannot be planned", str(error)), made)
+    if not found.feasible:
+        return Evaluated(LeftOut(candidate, "no Policy fits", format_bytes(found.least)), made)
+    return Evaluated(found, made)
 
 
 def traced_rank(asked: Asked, candidate: Candidate) -> Trace:
