@@ -68,7 +68,7 @@ def draw_search(page: Path) -> None:
 def draw_sweep(page: Path) -> None:
     """The page of a sweep over budgets."""
     command = ["plan", "llama3-8b", "--dp", "8", "--seq", "8192", "--micro-batch-size", "2"]
-    command += ["--sweep", "budget=24GiB..64GiB", "--html", str(page)]
+    command += ["--sweep", "budget=44GiB..76GiB", "--html", str(page)]
     subprocess.run([sys.executable, "-m", "lowtide", *command], check=True, capture_output=True)
     screenshot(page, "sweep", [(1180, 0), (420, 0)], 1260)
 
