@@ -18,6 +18,7 @@ from lowtide.models.shape import DecoderShape, shape_of
 from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.limits import Limits
 from lowtide.train.mesh import Meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.pipeline import Stage, stages_of
@@ -52,10 +53,10 @@ class Job:
     """What a parameter is called in a Hugging Face directory."""
 
 
-def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
+def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes, limits: Limits | None = None) -> Job:
     """Build this rank's share. Nothing is allocated before it is sharded, except a model of transformers."""
     if settings.top_level.pretrained_model_dir:
-        return _build_hugging_face(run, settings, policy, meshes)
+        return _build_hugging_face(run, settings, policy, meshes, limits)
     shape = shape_of(settings)
     stages = stages_of(run.placement, meshes.pipeline.get_local_rank())
     if run.placement.num_stages != run.degrees.pipeline:
@@ -86,7 +87,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         apply_expert_parallel(model, meshes)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
-            handles.append((stage, apply(model, mine, layers="layers", allow_unmatched=stage.total > 1)))
+            handles.append((stage, apply(model, mine, layers="layers", limits=limits, allow_unmatched=stage.total > 1)))
         models.append(model)
     for model in models:
         apply_fsdp(model, model.layers.values(), run, meshes)
@@ -105,7 +106,9 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
     )
 
 
-def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
+def _build_hugging_face(
+    run: Run, settings: Settings, policy: Policy | None, meshes: Meshes, limits: Limits | None
+) -> Job:
     degrees = run.degrees
     if degrees.pipeline * degrees.tensor * degrees.expert > 1:
         raise ConfigError(
@@ -116,7 +119,7 @@ def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, mes
     model = model.to(meshes.device, getattr(torch, run.precision.parameters)).train()
     layers = find_layers(model)
     (stage,) = stages_of(run.placement, 0)
-    handles = [(stage, apply(model, policy, layers=layers.path))] if policy is not None else []
+    handles = [(stage, apply(model, policy, layers=layers.path, limits=limits))] if policy is not None else []
     apply_fsdp(model, layers.modules, run, meshes)
     return Job(
         stages=(stage,),

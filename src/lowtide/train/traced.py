@@ -31,7 +31,7 @@ from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.run import Degrees, Precision
 
-__all__ = ["TracedRank", "trace_rank"]
+__all__ = ["TracedRank", "balance_experts", "trace_rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
             # The first stage has what comes before the layers, the last what comes after them.
             apart = [] if rank.degrees.pipeline == 1 else [one for one in (model.norm, model.head) if one is not None]
             apply_fsdp(model, model.layers.values(), division, meshes, apart)
-            _balance(model, rank.expert_skew)
+            balance_experts(model, rank.expert_skew)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, progress)
         finally:
@@ -141,7 +141,7 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
     return chosen, represented_by
 
 
-def _balance(model: nn.Module, skew: float) -> None:
+def balance_experts(model: nn.Module, skew: float = 1.0) -> None:
     """How a router will choose is not known: this rank's experts are taken to get ``skew`` times an even share."""
 
     def lengths(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import CheckpointMonitor, EvalCallBack, MaxLogitsMonitor, TopkBiasBalanceCallback
+from lowtide.train.transformers_model import keys_without_effect
 
 __all__ = ["settings_without_effect"]
 
@@ -43,7 +44,7 @@ _SETTINGS: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
 
 def settings_without_effect(settings: Settings) -> list[str]:
     """What the file sets and the runner does not carry out, in words."""
-    found = []
+    found = keys_without_effect(settings)
     for name, keys in _SETTINGS.items():
         section = getattr(settings, name)
         for key, (reason, harmless) in keys.items():
