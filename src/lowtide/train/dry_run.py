@@ -12,6 +12,7 @@ from lowtide.config.check import Check
 from lowtide.models.build import build_model
 from lowtide.models.shape import shape_of
 from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
+from lowtide.train.data.packing import packing_of
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 from lowtide.units import format_bytes
@@ -33,6 +34,7 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
     """What each pipeline stage would have, and what a step would be."""
     settings = check.settings
     assert settings is not None
+    packing_of(settings, run)
     degrees = run.degrees
     plan: dict[str, Any] = {
         "processes": degrees.world,

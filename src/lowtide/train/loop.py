@@ -22,6 +22,7 @@ from lowtide.runtime.limits import Limits
 from lowtide.runtime.receipt import Receipt
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.data.batches import Batch, batches_of
+from lowtide.train.data.packing import packing_of
 from lowtide.train.data.source import source_of
 from lowtide.train.drop_rate import meaning
 from lowtide.train.expert_load import ExpertLoad
@@ -107,6 +108,7 @@ class Loop:
             self._experts(),
             self._pipeline(objective),
             self._at,
+            packing_of(settings, run),
         )
         self.state = TrainState(
             parts=job.models,

@@ -22,6 +22,7 @@ from lowtide.operators.names import layer_operators
 from lowtide.policy import Policy
 from lowtide.runtime.limits import Limits
 from lowtide.train.checkpoint import Checkpoints
+from lowtide.train.data.packing import packing_of
 from lowtide.train.described import check_described
 from lowtide.train.job import build_job
 from lowtide.train.logs import start_logging, warnings_in_log
@@ -68,6 +69,7 @@ def prepare(
     check = check or check_file(file, layer_operators, overrides)
     run = read_run(check, dist.get_world_size(), _device_memory(device))
     assert check.settings is not None
+    packing_of(check.settings, run)  # what cannot be done is said before anything is built
     meshes = make_meshes(run.degrees, device)
     torch.manual_seed(rank_seed(run, meshes))
     _limit_memory(check.settings.context.max_device_memory, device)
