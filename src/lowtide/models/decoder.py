@@ -91,6 +91,11 @@ class Decoder(nn.Module):
             logits = self.predictions.auxiliary.attach(logits, loss)
         return logits
 
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """Its layers, those of multi-token prediction last."""
+        return [*self.layers.values(), *(self.predictions.layers.values() if self.predictions is not None else ())]
+
     def make_buffers(self) -> None:
         """Fill what is computed from the shape; needed after ``to_empty``, which leaves it undefined."""
         with torch.no_grad():

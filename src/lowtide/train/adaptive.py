@@ -54,7 +54,7 @@ def make_adaptive(
 def fixed_decisions(policy: Policy | None, layers: int) -> Policy | None:
     """What of the file's Policy is a decision: None where it says nothing, and everything is the plan's.
 
-    Multi-token-prediction layers have none, with the adaptive mode as without it.
+    Multi-token-prediction layers have none in the adaptive mode: they keep their activations.
     """
     if policy is None or all(layer == LayerPolicy() for layer in policy.layers[:layers]):
         return None

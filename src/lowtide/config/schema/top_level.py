@@ -70,7 +70,7 @@ class TopLevel(Section):
     )
     """A divisor of the learning rate; default: unset."""
     lr_scale: Annotated[
-        bool, Refused("the learning rate is not divided", "write the learning rate itself in `lr_schedule`")
+        bool, Refused("the learning rate is taken as it is", "write the learning rate itself in `lr_schedule`")
     ] = False
     """Whether the divisor is used; default false."""
     print_separate_loss: bool = False
