@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from lowtide.config.check import check_file
 from lowtide.models.build import build_model
 from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.initialise import initialise
 from lowtide.models.shape import DecoderShape
+from lowtide.operators.names import layer_operators
 from lowtide.operators.survey import survey
 from lowtide.policy import Catalogue
-from lowtide.train.described import operators_of_shape
+from lowtide.train.described import check_described, operators_of_shape
 from lowtide.train.run import Degrees
 from models.shapes import deepseek, llama, tokens
 from support.commands import TINY, check, log, merged, receipts, train
@@ -25,6 +27,7 @@ from support.layout_cases import TENSOR, data
 from support.ranks import Ranks
 from train import runs
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "yaml"
 MOE = merged(TINY, {"moe_config": {"expert_num": 4, "num_experts_chosen": 2}})
 EXPERTS = {"recompute_config": {"select_recompute": {"feed_forward\\.experts\\.mul": True}}}
 SHAPES = {
@@ -132,6 +135,16 @@ def test_train_says_which_operators_of_the_experts_it_recomputes_and_does(tmp_pa
     assert "no effect" not in log(tmp_path)
     (receipt,) = receipts(tmp_path)
     assert receipt["settings"][0]["operators"] == ["feed_forward.experts.mul"]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("train_*.yaml")), ids=lambda file: file.name)
+def test_the_lines_of_the_guide_are_the_same_with_the_model_known(file: Path) -> None:
+    plain, traced = check_file(file, layer_operators), check_described(file, must=True)
+    assert traced.ok
+    assert traced.model_known
+    assert traced.log == plain.log
+    if file.name == "train_llama_8b.yaml":  # what it recomputes and what it swaps are different operators
+        assert not [text for level, text in traced.log if level == "WARNING"]
 
 
 def test_a_model_that_the_file_does_not_describe_is_said_to_be_missing(tmp_path: Path) -> None:
