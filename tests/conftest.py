@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,9 @@ from hypothesis import HealthCheck, settings
 from lowtide._torch_private.modes import function_modes
 from support.left_on import take_off
 from support.ranks import Ranks
+
+# What a command keeps for the next one goes here, not into the home of whoever runs the tests.
+os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"lowtide-tests-{os.getuid()}")
 
 # The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be
 # split otherwise than in the run that they are compared with.

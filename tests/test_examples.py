@@ -50,7 +50,9 @@ def test_an_example_names_itself_in_the_commands_it_gives(file: Path) -> None:
     check = check_file(file, layer_operators)
     assert check.settings is not None
     assert shape_of(check.settings).num_layers == read_run(check).placement.num_layers  # a whole model and a whole run
-    assert not [problem for problem in check.problems.warnings if "no effect in layers" not in problem.message]
+    # The guide's own settings are kept, those about tensor parallel too, which an example for a laptop has none of.
+    expected = "no effect" if file.name in OF_THE_GUIDE else "no effect in layers"
+    assert not [problem for problem in check.problems.warnings if expected not in problem.message]
 
 
 def test_the_slurm_script_is_shell_and_asks_for_its_file() -> None:

@@ -50,7 +50,7 @@ def test_check_json_is_one_object_a_file_on_one_line(tmp_path: Path) -> None:
     code, out, _ = run("check", "--json", str(EXAMPLE), str(file))
     assert code == 1
     good, bad = (json.loads(line) for line in out.splitlines())
-    assert set(good) == set(bad) == {"file", "ok", "normalized", "log", "warnings", "errors"}
+    assert set(good) == set(bad) == {"file", "ok", "matched_against", "normalized", "log", "warnings", "errors"}
     assert good["ok"]
     assert good["normalized"]["layer_recompute"] == [[2, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
     assert not bad["ok"]

@@ -166,10 +166,10 @@ def test_prediction_layers_predict_the_tokens_after_the_next_and_reach_the_gradi
     for layer in model.layers.values():
         hidden = layer(hidden, model.rotary)
     losses = []
-    for depth, layer in enumerate(model.predictions.layers.values(), 1):
-        own: Any = layer
+    for depth, (number, layer) in enumerate(model.predictions.layers.items(), 1):
+        own: Any = model.predictions.inputs[number]
         embedded = own.embedding_norm(model.embedding(batch[:, depth:]))
-        hidden = own.layer(own.projection(torch.cat((own.hidden_norm(hidden[:, :-1]), embedded), -1)), model.rotary)
+        hidden = layer(own.projection(torch.cat((own.hidden_norm(hidden[:, :-1]), embedded), -1)), model.rotary)
         logits = model.head(own.norm(hidden))
         losses.append(functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, depth + 1 :].flatten()))
     expected = 0.5 * sum(losses) / 2
@@ -182,8 +182,8 @@ def test_prediction_layers_predict_the_tokens_after_the_next_and_reach_the_gradi
     model.zero_grad()
     set_auxiliary_scale(model, 0.0)
     loss_of(model(batch), batch).backward()
-    (projection,) = torch.autograd.grad(expected, [model.predictions.layers["3"].projection.weight])
-    torch.testing.assert_close(found["predictions.layers.3.projection.weight"], 0.25 * projection, rtol=1e-4, atol=1e-7)
+    (projection,) = torch.autograd.grad(expected, [model.predictions.inputs["3"].projection.weight])
+    torch.testing.assert_close(found["predictions.inputs.3.projection.weight"], 0.25 * projection, rtol=1e-4, atol=1e-7)
     assert not torch.allclose(found["embedding.weight"], model.embedding.weight.grad, rtol=1e-3, atol=0)
     model.eval()
     reset_expert_counts(model)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lowtide.models.shape import DecoderShape
 from lowtide.train.loop import Loop
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
@@ -37,6 +38,29 @@ def records_of(text: str, settings: dict[str, Any], steps: int = 3, device: str 
     records = [loop.one(step) for step in range(1, steps + 1)]
     close(loop)
     return records
+
+
+def profiled_operators(model: str, settings: dict[str, Any]) -> tuple[list[list[str]], DecoderShape]:
+    """The operators of each layer as a step of the run has them, sorted, and the model's shape."""
+    box = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(box)
+    directory = Path(box[0])
+    file = directory / "run.yaml"
+    if dist.get_rank() == 0:
+        file.write_text(MODELS[model])
+    dist.barrier()
+    overrides: dict[tuple[str | int, ...], Any] = {tuple(key.split(".")): value for key, value in settings.items()}
+    overrides["recompute_config", "select_recompute"] = {"add": True}
+    options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
+    loop = prepare(file, overrides, options, torch.device("cpu"))
+    loop.one(1)
+    ((_, handle),) = loop.job.handles
+    found = [
+        sorted(one.name for one in follower.profile.catalogue) for follower in handle.followers if follower.profile
+    ]
+    close(loop)
+    assert loop.job.shape is not None
+    return found, loop.job.shape
 
 
 def loaded_loss(text: str, settings: dict[str, Any]) -> float:

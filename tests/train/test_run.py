@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +152,51 @@ def test_a_device_size_above_the_devices_memory_is_warned_of() -> None:
     run = read_run(check, 1, device_memory=2**30)
     assert run.adapt == AdaptSettings(budget=2**30, rescue=False)
     assert run.warnings == ("adapt: device size 4 GiB is more than the device's memory: 1 GiB is used",)
+
+
+EXPERTS = """
+model: {model_config: {num_layers: 2, seq_length: 16, moe_intermediate_size: 8}}
+moe_config: {expert_num: 4, balance_via_topk_bias: true, topk_bias_update_rate: 0.01}
+callbacks: [{type: TopkBiasBalanceCallback, %s}]
+"""
+
+
+def test_a_callback_that_would_move_the_bias_otherwise_than_the_model_is_refused() -> None:
+    assert run_of(EXPERTS % "topk_bias_update_rate: 0.01, balance_via_topk_bias: true")
+    with pytest.raises(ConfigError, match=r"topk_bias_update_rate: 0\.5, and the model's settings give 0\.01"):
+        run_of(EXPERTS % "topk_bias_update_rate: 0.5")
+    with pytest.raises(ConfigError, match="balance_via_topk_bias: False"):
+        run_of(EXPERTS % "balance_via_topk_bias: false")
+
+
+def test_a_file_may_not_contradict_the_configuration_of_a_model_of_transformers(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 32, "rope_parameters": {"rope_theta": 5000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    directory = {"pretrained_model_dir": str(tmp_path)}
+    same = {"model__model_config__hidden_size": 32, "model__model_config__rope_theta": 5000.0}
+    assert run_of(GRAPH, **directory, **same)
+    for key, value, said in (
+        ("hidden_size", 64, "hidden_size is 64 and hidden_size of the directory 32"),
+        ("rope_theta", 1e4, "rope_theta is 10000"),
+        ("n_routed_experts", 8, "config.json has no such key"),
+        ("num_nextn_predict_layers", 1, "num_nextn_predict_layers is 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run_of(GRAPH, **directory, **{f"model__model_config__{key}": value})
+
+
+def test_kernels_that_a_model_of_transformers_does_not_take_are_said(tmp_path: Path) -> None:
+    paths = {
+        ("pretrained_model_dir",): str(tmp_path),
+        ("model", "model_config", "use_fused_rope"): True,
+        ("model", "model_config", "use_fused_swiglu"): True,
+        ("moe_config", "use_gmm"): True,
+    }
+    settings = check_text(GRAPH, layer_operators, paths).settings
+    assert settings is not None
+    said = settings_without_effect(settings)
+    for key in ("use_fused_rope", "use_fused_swiglu", "use_gmm"):
+        assert [one for one in said if one.startswith(f"{key}: True has no effect: the model of {tmp_path}")]
+    plain = check_text(GRAPH, layer_operators, dict(list(paths.items())[1:])).settings
+    assert plain is not None
+    assert not settings_without_effect(plain)

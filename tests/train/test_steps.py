@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowtide.train.record import StepRecord
-from support.layout_cases import MODELS, data
+from support.layout_cases import MODELS, TENSOR, data
 from support.ranks import Ranks
 from train import runs
 
@@ -100,6 +100,23 @@ def test_prediction_layers_add_their_loss_in_every_layout(one: Ranks, ranks: Ran
     shared = steps(ranks, MODELS["deepseek"], {**data(2, 2), **deeper, "parallel.enable_parallel_optimizer": True})
     assert all(record.losses["mtp"] == pytest.approx(0.3 * record.losses["lm"], rel=0.1) for record in alone)
     assert [record.loss for record in shared] == pytest.approx([record.loss for record in alone], rel=1e-6)
+
+
+def test_prediction_layers_go_with_tensor_and_expert_parallel(one: Ranks, ranks: Ranks) -> None:
+    deeper = {"model.model_config.num_nextn_predict_layers": 1}
+    alone = [record.loss for record in steps(one, MODELS["deepseek"], {**data(1, 4), **deeper})]
+    for layout in ({**data(1, 4), **TENSOR}, {**data(2, 2), "parallel_config.expert_parallel": 2}):
+        shared = steps(ranks, MODELS["deepseek"], {**layout, **deeper})
+        assert all(record.losses["mtp"] > 0 for record in shared)
+        assert [record.loss for record in shared] == pytest.approx(alone, rel=1e-5)
+
+
+def test_decisions_for_prediction_layers_change_no_bit(one: Ranks) -> None:
+    deeper = {**data(1, 4), "model.model_config.num_nextn_predict_layers": 2}
+    plain = [(record.loss, record.global_norm) for record in steps(one, MODELS["deepseek"], deeper)]
+    for recompute in ({"recompute": True}, {"select_recompute": {"mlp\\.experts\\.mul": True, "mlp\\.mul": True}}):
+        decided = steps(one, MODELS["deepseek"], {**deeper, "recompute_config": recompute})
+        assert [(record.loss, record.global_norm) for record in decided] == plain
 
 
 def test_the_newer_layout_trains_the_same_model(one: Ranks, ranks: Ranks) -> None:

@@ -57,6 +57,7 @@ from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import Plan
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.limits import Limits
 
 __all__ = ["Adaptive", "runs_of"]
 
@@ -90,6 +91,7 @@ class Adaptive:
         stage: int = 0,
         layers: str | None = None,
         directory: Path | None = None,
+        limits: Limits | None = None,
         host_is_meant: bool = False,
         say: Callable[[str], None] = logger.info,
         report: Callable[[Plan], None] | None = None,
@@ -99,6 +101,8 @@ class Adaptive:
         self.optimizers = tuple(map(unwrapped, optimizers))
         check_optimizers(self.optimizers, parts)
         self.settings = settings or AdaptSettings()
+        self.limits = limits
+        """What swapping may take; None for the usual limits."""
         self.host_is_meant = host_is_meant
         """Whether a model that is on the CPU, though there is a device, is there on purpose."""
         self.ranks = Ranks(stage)
@@ -447,7 +451,14 @@ class Adaptive:
         self.policy = policy
         model, known = self.model, self.profiling.layer_kinds
         for part, mine, kinds in zip(model.modules, model.split(policy), known, strict=True):
-            handle = apply(part, mine, layers=model.layers, allow_unmatched=not model.is_whole, profiles=kinds)
+            handle = apply(
+                part,
+                mine,
+                layers=model.layers,
+                limits=self.limits,
+                allow_unmatched=not model.is_whole,
+                profiles=kinds,
+            )
             self.handles.append(handle)
             if self.rescue is not None:
                 self.rescue.follow(handle)

@@ -28,6 +28,13 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Traced = Annotated[
+    bool,
+    typer.Option(
+        "--trace",
+        help="Match against the model that the file itself describes; imports torch the first time.",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,6 +50,7 @@ def check(
     no_color: NoColor = False,
     overrides: Set = None,
     model: Model = None,
+    trace: Traced = False,
     batch: Batch = 1,
     sequence: Sequence = 2048,
     autocast: Autocast = Precision.none,
@@ -52,7 +60,9 @@ def check(
 
     Prints how every setting was understood, a table of what becomes of each layer, and warnings. With
     [bold]--model[/bold] the settings are matched against a model, and the bytes that each frees are counted; a pattern
-    that matches nothing is then an error. Exits with 1 and all errors at once if a file cannot be used.
+    that matches nothing is then an error. So it is with [bold]--trace[/bold], for the model that FILE itself describes;
+    without either, only the names of a dense layer are known. Exits with 1 and all errors at once if a file cannot be
+    used.
 
     Example: [bold]lowtide check pretrain_llama.yaml --model ./llama-8b --sequence 4096[/bold]
     """
@@ -60,12 +70,14 @@ def check(
     from lowtide.operators.names import layer_operators
 
     values = parse_overrides(overrides or [])
+    if trace and model is not None:
+        raise typer.BadParameter("--trace takes the model that the file describes, and --model another; give one")
     _refuse_without_model(context, model)
     found = survey_model(model, batch, sequence, autocast, layers) if model is not None else None
     catalogue = found.catalogue if found is not None else None
     failed = False
     for file in files:
-        result = check_file(file, layer_operators, values, model=catalogue)
+        result = _traced(file, values) if trace else check_file(file, layer_operators, values, model=catalogue)
         effect = _effect(result, found)
         failed |= not result.ok
         if as_json:
@@ -93,6 +105,21 @@ def check(
         print_problems(result, make_console(stderr=True, no_color=no_color))
     if failed:
         raise typer.Exit(1)
+
+
+def _traced(file: Path, values: dict[tuple[str | int, ...], Any]) -> Check:
+    """The file, matched against the model that it describes; prints the error and exits with 1 if that fails."""
+    import gc
+
+    from lowtide.errors import LowtideError
+    from lowtide.train.described import check_described
+
+    gc.enable()  # the entry point turned it off for commands that end at once
+    try:
+        return check_described(file, values, must=True)
+    except LowtideError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _effect(result: Check, found: Survey | None) -> Effect | None:

@@ -30,31 +30,16 @@ LayersAt = Annotated[str | None, typer.Option("--layers", help="The module that 
 def survey_model(source: str, batch: int, sequence: int, autocast: Precision, layers: str | None) -> Survey:
     """Run the model that ``source`` names once, without weights; prints the error and exits with 1 if that fails."""
     import gc
-    import logging
-    import os
 
     gc.enable()  # the entry point turned it off for commands that end at once
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
     import torch
 
-    from lowtide._torch_private.fake import FakeTensorMode
     from lowtide.errors import LowtideError
-    from lowtide.operators.load import does_not_run, load_model, one_sequence_each
-    from lowtide.operators.survey import survey
+    from lowtide.operators.load import survey_source
 
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast.value)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            loaded = load_model(source, batch=batch, sequence=sequence)
-            try:
-                with one_sequence_each(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    return survey(loaded.model, lambda: loaded.model(*loaded.args, **loaded.kwargs), layers=layers)
-            except LowtideError:
-                raise
-            except Exception as error:
-                raise does_not_run(source, error) from error
+        return survey_source(source, batch=batch, sequence=sequence, autocast=dtype, layers=layers)
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

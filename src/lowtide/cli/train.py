@@ -25,6 +25,7 @@ RUN = "The run"
 PROCESSES = "Processes"
 NODES = "Several nodes"
 WORDS = "As in MindSpore Transformers"
+SWAP = "What swapping may take, on each rank"
 ADAPTIVE = "The adaptive mode, as in MindSpeed"
 
 
@@ -176,6 +177,47 @@ Accumulation = Annotated[
         rich_help_panel=WORDS,
     ),
 ]
+HostBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--swap-host-bytes",
+        metavar="SIZE",
+        help="Host memory, such as 64GiB, over what the file says; half of the machine's, shared by its ranks, unless"
+        " given.",
+        show_default=False,
+        rich_help_panel=SWAP,
+    ),
+]
+DiskBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--swap-disk-bytes",
+        metavar="SIZE",
+        help="Space on disk, for entries with tier: disk; 1TiB unless given.",
+        show_default=False,
+        rich_help_panel=SWAP,
+    ),
+]
+InFlightBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--swap-in-flight-bytes",
+        metavar="SIZE",
+        help="Device memory of tensors on their way out or back; 2GiB unless given.",
+        show_default=False,
+        rich_help_panel=SWAP,
+    ),
+]
+DiskDirectory = Annotated[
+    str | None,
+    typer.Option(
+        "--swap-disk-directory",
+        metavar="DIRECTORY",
+        help="Where the disk tier has its file; the system's temporary directory unless given.",
+        show_default=False,
+        rich_help_panel=SWAP,
+    ),
+]
 DeviceSize = Annotated[
     int | None,
     typer.Option(
@@ -231,6 +273,10 @@ def train(
     run_mode: RunMode = None,
     use_parallel: UseParallel = None,
     accumulation: Accumulation = None,
+    host_bytes: HostBytes = None,
+    disk_bytes: DiskBytes = None,
+    in_flight_bytes: InFlightBytes = None,
+    disk_directory: DiskDirectory = None,
     device_size: DeviceSize = None,
     profiling_step: ProfilingStep = None,
     device_swap: DeviceSwap = False,
@@ -259,7 +305,15 @@ def train(
     path = _one_file(file, config)
     try:
         adaptive = {"device_size": device_size, "profiling_step": profiling_step, "device_swap": device_swap or None}
-        values, check = _read(path, overrides or [], run_mode, use_parallel, accumulation, adaptive)
+        limits = {
+            "host_bytes": host_bytes,
+            "disk_bytes": disk_bytes,
+            "in_flight_bytes": in_flight_bytes,
+            "disk_directory": disk_directory,
+        }
+        values, check = _read(path, overrides or [], run_mode, use_parallel, accumulation, adaptive, limits)
+        if _rank() is None:  # once, before anything is started; a rank says it in its log
+            check = _described(path, values)
         if legacy_models and _rank() in (None, "0"):
             typer.echo("note: --use-legacy-models has no effect: every model may adapt", err=True)
         options = _options(
@@ -315,6 +369,7 @@ def _read(
     use_parallel: str | None,
     accumulation: int | None,
     adaptive: Mapping[str, int | None] | None = None,
+    limits: Mapping[str, str | None] | None = None,
 ) -> tuple[Values, Check]:
     """Everything that the command line changes in the file, and the file with it; its errors end the command."""
     from lowtide.config.check import check_file
@@ -338,14 +393,33 @@ def _read(
     if flags:
         values |= _adaptive(flags, check)
         check = check_file(file, layer_operators, values)
-    if not check.ok:
-        from lowtide.cli.console import make_console
-        from lowtide.report.terminal import print_problems
-
-        if _rank() in (None, "0"):  # once, not once a rank
-            print_problems(check, make_console(stderr=True))
-        raise typer.Exit(1)
+    caps = {name: value for name, value in (limits or {}).items() if value is not None}
+    if caps and check.settings is not None:
+        section = "swap" if check.settings.layout == "2026" else "swap_config"
+        values |= {(section, "limits", name): value for name, value in caps.items()}
+        check = check_file(file, layer_operators, values)
+    _end_if_wrong(check)
     return values, check
+
+
+def _described(file: Path, values: Values) -> Check:
+    """The file with its patterns matched against the model that it describes; its errors end the command."""
+    from lowtide.train.described import check_described
+
+    check = check_described(file, values)
+    _end_if_wrong(check)
+    return check
+
+
+def _end_if_wrong(check: Check) -> None:
+    if check.ok:
+        return
+    from lowtide.cli.console import make_console
+    from lowtide.report.terminal import print_problems
+
+    if _rank() in (None, "0"):  # once, not once a rank
+        print_problems(check, make_console(stderr=True))
+    raise typer.Exit(1)
 
 
 def _adaptive(flags: Mapping[str, int], check: Check) -> Values:

@@ -6,13 +6,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from lowtide.config.dialects.log import LayerNames
 from lowtide.config.document import Document, Path
 from lowtide.config.parse import load_document, parse_document
 from lowtide.config.placement import Placement, even, place
 from lowtide.config.problem import Problems
-from lowtide.policy import Catalogue, NameTree, Operator, Policy, Resolution, resolve
+from lowtide.config.swap_limits import SwapLimits, read_limits
+from lowtide.policy import Catalogue, Operator, Policy, Recompute, Resolution, resolve
+from lowtide.policy.idle import idle_settings
+from lowtide.policy.policy import YAML_KEYS
 
 if TYPE_CHECKING:
     from lowtide.config.dialects.form_2026 import Form2026
@@ -43,6 +47,10 @@ class Check:
     """The Policy applied to the operator names of its model family."""
     log: list[tuple[str, str]] = field(default_factory=list)
     """(level, text) lines in the words of the MindSpore Transformers guide."""
+    limits: SwapLimits = field(default_factory=SwapLimits)
+    """What swapping may take."""
+    model_known: bool = False
+    """Whether patterns were matched against the operators of a model, not the names of a dense layer."""
 
     @property
     def ok(self) -> bool:
@@ -54,6 +62,7 @@ class Check:
         return {
             "file": self.document.name,
             "ok": self.ok,
+            "matched_against": "the model" if self.model_known else "the names of a dense layer",
             "normalized": self.form.normalized() if self.form is not None and self.ok else {},
             "log": [list(line) for line in self.log],
             "warnings": [problem.as_json() for problem in self.problems.warnings],
@@ -80,24 +89,38 @@ def check_file(
 
     Without ``names`` and ``model`` patterns are not matched: there is no resolution, and the log says
     nothing of single layers. With ``model`` they are matched against its operators, and one that
-    matches nothing is an error, as is another number of layers.
+    matches nothing is an error, as is another number of layers; ``names`` then say what the log calls an operator.
     """
     problems = Problems()
-    return _check(load_document(FilePath(file), problems), problems, model or names, overrides or {})
+    return _check(load_document(FilePath(file), problems), problems, _Known(names, model), overrides or {})
 
 
 def check_text(
-    text: str, names: OperatorNames | None = None, overrides: Mapping[Path, Any] | None = None, *, name: str = "<text>"
+    text: str,
+    names: OperatorNames | None = None,
+    overrides: Mapping[Path, Any] | None = None,
+    *,
+    name: str = "<text>",
+    model: Catalogue | None = None,
 ) -> Check:
     """Like :func:`check_file`, for a text at hand."""
     problems = Problems()
-    return _check(parse_document(text, problems, name=name), problems, names, overrides or {})
+    return _check(parse_document(text, problems, name=name), problems, _Known(names, model), overrides or {})
+
+
+class _Known(NamedTuple):
+    """What patterns are matched against."""
+
+    names: OperatorNames | None
+    """The operators of one layer of a family."""
+    model: Catalogue | None
+    """A model's operators."""
 
 
 def _check(
     document: Document,
     problems: Problems,
-    names: OperatorNames | Catalogue | None,
+    known: _Known,
     overrides: Mapping[Path, Any],
 ) -> Check:
     check = Check(document, problems)
@@ -116,23 +139,26 @@ def _check(
 
     check.settings = read_sections(document.value, problems)
     if check.settings.layout == "2026":
-        _read_2026(check, check.settings, names)
+        _read_2026(check, check.settings, known)
     else:
-        _read_graph(check, check.settings, names)
+        _read_graph(check, check.settings, known)
+    check.model_known = known.model is not None
+    if check.policy is not None:
+        _report_idle(check, check.settings, check.policy)
     if check.resolution is not None:
-        _report_unused(check, check.resolution, known=isinstance(names, Catalogue))
+        _report_unused(check, check.resolution)
     problems.errors.sort(key=lambda problem: (problem.line, problem.column))
     return check
 
 
-def _read_graph(check: Check, settings: Settings, names: OperatorNames | Catalogue | None) -> None:
+def _read_graph(check: Check, settings: Settings, known: _Known) -> None:
     from lowtide.config.dialects.graph import read_graph
     from lowtide.config.dialects.graph_log import form_log, layer_log
     from lowtide.config.swap_entries import read_swap
 
     value, problems = check.document.value, check.problems
     sections = [key for key in ("recompute_config", "swap_config") if value.get(key) is not None]
-    num_layers = _num_layers(check, settings, sections, names)
+    num_layers = _num_layers(check, settings, sections, known.model)
     if num_layers is None:
         return
     placement = _graph_placement(check, settings, num_layers)
@@ -155,19 +181,21 @@ def _read_graph(check: Check, settings: Settings, names: OperatorNames | Catalog
     if not check.ok:
         return
     check.form, check.policy, check.log = form, form.policy(), form_log(form)
-    catalogue = _catalogue(check, check.policy, names, family)
+    adaptive = "adapt" in settings.present
+    check.limits = read_limits(value.get("swap_config"), check.policy, problems, ("swap_config",), adaptive=adaptive)
+    catalogue = _catalogue(check, check.policy, known, family)
     if catalogue is not None:
-        check.log += layer_log(form, _all_names(catalogue))
+        check.log += layer_log(form, _layer_names(catalogue, known, family))
         check.resolution = resolve(check.policy, catalogue, require_match=False)
 
 
-def _read_2026(check: Check, settings: Settings, names: OperatorNames | Catalogue | None) -> None:
+def _read_2026(check: Check, settings: Settings, known: _Known) -> None:
     from lowtide.config.dialects.form_2026 import read_2026
     from lowtide.config.dialects.form_2026_log import form_log_2026
 
     value, problems = check.document.value, check.problems
     sections = [key for key in ("recompute", "recompute_comm", "swap") if value.get(key) is not None]
-    num_layers = _num_layers(check, settings, sections, names)
+    num_layers = _num_layers(check, settings, sections, known.model)
     if num_layers is None:
         return
     placement = _placement_2026(check, settings, num_layers)
@@ -178,53 +206,115 @@ def _read_2026(check: Check, settings: Settings, names: OperatorNames | Catalogu
     if not check.ok:
         return
     check.form, check.policy = form, form.policy()
-    catalogue = _catalogue(check, check.policy, names, "mcore")
+    adaptive = "adapt" in settings.present
+    check.limits = read_limits(value.get("swap"), check.policy, problems, ("swap",), adaptive=adaptive)
+    catalogue = _catalogue(check, check.policy, known, "mcore")
     if catalogue is not None:
-        check.log = form_log_2026(form, _all_names(catalogue))
+        check.log = form_log_2026(form, _layer_names(catalogue, known, "mcore"))
         check.resolution = resolve(check.policy, catalogue, require_match=False)
 
 
-def _catalogue(
-    check: Check, policy: Policy, names: OperatorNames | Catalogue | None, family: Literal["legacy", "mcore"]
-) -> Catalogue | None:
+def _catalogue(check: Check, policy: Policy, known: _Known, family: Literal["legacy", "mcore"]) -> Catalogue | None:
     """What patterns are matched against: the model, or as many layers of the family as the file has."""
-    if names is None:
-        return None
-    if not isinstance(names, Catalogue):
-        return Catalogue((names(family),) * len(policy.layers))
-    if len(names.layers) == len(policy.layers):
-        return names
+    names, model = known
+    if model is None:
+        return Catalogue((names(family),) * len(policy.layers)) if names is not None else None
+    if len(model.layers) == len(policy.layers):
+        return model
     check.problems.error(
         _model_path(check, "num_layers"),
-        f"the file decides {len(policy.layers)} layers, and the model has {len(names.layers)}",
-        f"write num_layers: {len(names.layers)}, or say with --layers which module of the model holds the layers",
+        f"the file decides {len(policy.layers)} layers, and the model has {len(model.layers)}",
+        f"write num_layers: {len(model.layers)}, or say with --layers which module of the model holds the layers",
     )
     return None
 
 
-def _all_names(catalogue: Catalogue) -> NameTree:
-    kinds = {id(layer): layer for layer in catalogue.layers}.values()
-    return NameTree.of(dict.fromkeys(name for kind in kinds for one in kind for name in (one.name, *one.aliases)))
+def _layer_names(catalogue: Catalogue, known: _Known, family: Literal["legacy", "mcore"]) -> LayerNames:
+    """What the log calls operators: those of a model by the names of the file's family, where they have one."""
+    guide = known.names(family) if known.names is not None and known.model is not None else ()
+    return LayerNames(catalogue, [operator.name for operator in guide])
 
 
-def _report_unused(check: Check, resolution: Resolution, *, known: bool) -> None:
-    """Say which settings have no effect. A pattern without a match is an error where the model is ``known``; without
+def _report_unused(check: Check, resolution: Resolution) -> None:
+    """Say which settings have no effect. A pattern without a match is an error where the model is known; without
     one, a name that is not in the family's table may still exist."""
+    if not check.model_known:
+        _say_static(check)
     for unused in resolution.unused:
         path = _place_of(check, unused.setting)
-        if known and unused.kind == "unmatched":
+        if check.model_known and unused.kind == "unmatched":
             hint = f"did you mean {' or '.join(unused.nearest)}?" if unused.nearest else "lowtide operators lists them"
-            message = f"`{unused.setting}` ({unused.action}) matches nothing in the model: {unused.reason}"
+            whose = "the default pattern " if unused.builtin else ""
+            message = f"{whose}`{unused.setting}` ({unused.action}) matches nothing in the model: {unused.reason}"
             check.problems.error(path, message, hint, key=True)
+        elif unused.kind == "unmatched":
+            check.problems.warn(path, f"{unused}; only the names of a dense layer are known here", TRACE)
         else:
             check.problems.warn(path, str(unused))
     if not check.ok:
         check.resolution = None  # nothing is decided until the file is right
 
 
-def _num_layers(
-    check: Check, settings: Settings, sections: list[str], names: OperatorNames | Catalogue | None
-) -> int | None:
+def _report_idle(check: Check, settings: Settings, policy: Policy) -> None:
+    """Say which settings about communication can have no effect: on any model, or with the file's degrees."""
+    here: Path = ("recompute_config",)
+    for text in idle_settings(policy):
+        key = next((key for key in YAML_KEYS.values() if key in text), "")
+        check.problems.warn((*here, key) if (*here, key) in check.document.keys else here, text)
+    if settings.layout == "2026" or "parallel_config" not in settings.present:
+        return
+    parallel, sharded = settings.parallel_config, settings.parallel.enable_parallel_optimizer
+    whole = any(layer.default == Recompute() for layer in policy.layers)
+    tensor, alone = parallel.model_parallel > 1, "there is no tensor parallel: model_parallel is 1"
+    idle: list[tuple[str, bool, str]] = [
+        ("mp_comm_recompute", whole and not policy.communication.reissue_collectives and not tensor, alone),
+        ("recompute_slice_activation", whole and policy.communication.slice_inputs and not tensor, alone),
+        (
+            "recompute_slice_activation",
+            whole and policy.communication.slice_inputs and tensor and parallel.use_seq_parallel,
+            "with use_seq_parallel each rank holds only its slice of a layer's input anyway",
+        ),
+        (
+            "parallel_optimizer_comm_recompute",
+            policy.communication.reshard_after_forward and not (sharded and parallel.data_parallel > 1),
+            "parameters are not sharded: that takes parallel.enable_parallel_optimizer and data_parallel above 1",
+        ),
+        (
+            "select_comm_recompute",
+            any(rule.reissue for layer in policy.layers for rule in layer.collectives)
+            and not tensor
+            and parallel.expert_parallel == 1,
+            "layers have no collectives: model_parallel and expert_parallel are 1",
+        ),
+    ]
+    for key, is_idle, reason in idle:
+        if is_idle:
+            check.problems.warn((*here, key), f"`{key}` has no effect: {reason}", "leave it out")
+
+
+def _say_static(check: Check) -> None:
+    """Say that patterns were matched against another model than the file describes, where that is known."""
+    settings, policy = check.settings, check.policy
+    if settings is None or policy is None or not any(layer.rules or layer.collectives for layer in policy.layers):
+        return
+    model = settings.model
+    if settings.top_level.pretrained_model_dir:
+        what = f"the model is that of {settings.top_level.pretrained_model_dir}"
+    elif model.n_routed_experts is not None or settings.moe_config.expert_num > 1:
+        what = "the model has experts"
+    elif model.kv_lora_rank is not None:
+        what = "the model has latent attention"
+    else:
+        return
+    sections = ("recompute_config", "swap_config", "recompute", "recompute_comm", "swap")
+    path = next(((name,) for name in sections if (name,) in check.document.keys), ())
+    check.problems.warn(path, f"{what}, and patterns were matched against the names of a dense layer", TRACE, key=True)
+
+
+TRACE = "`lowtide check --trace` matches them against the model that the file describes, as `lowtide train` does"
+
+
+def _num_layers(check: Check, settings: Settings, sections: list[str], model: Catalogue | None) -> int | None:
     """The number of layers, from the file, from its Hugging Face configuration or from the model at hand."""
     if settings.model.num_layers is not None:
         return settings.model.num_layers
@@ -233,8 +323,8 @@ def _num_layers(
         found = _num_layers_of(FilePath(directory) / "config.json")
         if found is not None:
             return found
-    if isinstance(names, Catalogue) and len(names.layers) > settings.model.num_nextn_predict_layers:
-        return len(names.layers) - settings.model.num_nextn_predict_layers
+    if model is not None and len(model.layers) > settings.model.num_nextn_predict_layers:
+        return len(model.layers) - settings.model.num_nextn_predict_layers
     wrong = any(problem.path[-1:] in (("num_layers",), ("num_hidden_layers",)) for problem in check.problems.errors)
     if sections and not wrong:
         key = "model.num_layers" if settings.layout == "2026" else "model.model_config.num_layers"

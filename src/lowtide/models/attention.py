@@ -31,35 +31,55 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head, eps=shape.rms_norm_eps) if shape.qk_norm else None
         self.apply_rotary_emb = RotaryEmbedding(shape)
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         queries, keys, values = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = self.apply_rotary_emb(queries, keys, rotary)
-        mixed = attend(
-            queries, keys, values, self.scale, dropout=self.dropout if self.training else 0.0, fused=self.fused
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(queries, keys, values, self.scale, dropout=dropout, fused=self.fused, mask=mask)
         projected: Tensor = self.wo(mixed)
         return projected
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, dropout: float, fused: bool) -> Tensor:
-    """Causal attention of ``[batch, sequence, heads, width]``, heads side by side in the result."""
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    dropout: float,
+    fused: bool,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of ``[batch, sequence, heads, width]``, heads side by side in the result.
+
+    ``mask``, ``[batch, 1, sequence, sequence]``, is what a token may look at, where that is not all before it.
+    """
     queries, keys, values = (one.transpose(1, 2) for one in (queries, keys, values))
     grouped = queries.shape[1] != keys.shape[1]
     if fused:
         mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=grouped
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=grouped,
         )
         return mixed.transpose(1, 2).flatten(-2)
     if grouped:
         times = queries.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
     scores = queries.matmul(keys.transpose(-1, -2)) * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1, dtype=torch.float32).to(values.dtype)
+    hidden = (
+        ~mask if mask is not None else torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    )
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(values.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)
     return weights.matmul(values).transpose(1, 2).flatten(-2)

@@ -14,7 +14,17 @@ from lowtide.models.prediction import Predictions
 from lowtide.models.rotary import rotary_table
 from lowtide.models.shape import DecoderShape
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "document_mask"]
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """What each token may look at, ``[batch, 1, sequence, sequence]``: what comes before it in its own document.
+
+    >>> document_mask(torch.tensor([[0, 0, 1]])).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    return same.tril().unsqueeze(1)
 
 
 class Decoder(nn.Module):
@@ -46,12 +56,15 @@ class Decoder(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor: ...
+        def __call__(
+            self, hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        ) -> Tensor: ...
 
-    def forward(self, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """``hidden`` is tokens ``[batch, sequence]`` on the first stage, hidden states on others.
 
-        ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on.
+        ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on, ``documents``, the number of
+        each token's document, where tokens look at those of their own only.
         """
         tokens = hidden
         if self.embedding is not None:
@@ -62,8 +75,9 @@ class Decoder(nn.Module):
                 )
             hidden = self.embedding(hidden)
         rotary = self.rotary if positions is None else self.rotary[:, positions]
+        more = {} if documents is None else {"mask": document_mask(documents)}
         for layer in self.layers.values():
-            hidden = layer(hidden, rotary)
+            hidden = layer(hidden, rotary, **more)
         last = hidden
         if self.norm is not None:
             hidden = self.norm(hidden)
@@ -71,9 +85,16 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.head(hidden)
         if self.predictions is not None and self.embedding is not None and self.training:
+            if positions is not None or documents is not None:
+                raise ModelError("multi-token prediction goes over whole samples: give no positions and no documents")
             loss = self.predictions(last, tokens, self.rotary, self.embedding, self.head)
             logits = self.predictions.auxiliary.attach(logits, loss)
         return logits
+
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """Its layers, those of multi-token prediction last."""
+        return [*self.layers.values(), *(self.predictions.layers.values() if self.predictions is not None else ())]
 
     def make_buffers(self) -> None:
         """Fill what is computed from the shape; needed after ``to_empty``, which leaves it undefined."""

@@ -38,7 +38,7 @@ class LatentAttention(nn.Module):
         self.tensor_mesh: DeviceMesh | None = None
         """Set it where ranks hold some of the heads each: they share the keys' positional part."""
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         latent = self.latent
         plain, turning = latent.qk_nope_head_dim, latent.qk_rope_head_dim
         queries = hidden
@@ -63,9 +63,8 @@ class LatentAttention(nn.Module):
         narrow = plain + turning - latent.v_head_dim if self.fused else 0
         if narrow > 0:
             values = functional.pad(values, (0, narrow))
-        mixed = attend(
-            queries, keys, values, self.scale, dropout=self.dropout if self.training else 0.0, fused=self.fused
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(queries, keys, values, self.scale, dropout=dropout, fused=self.fused, mask=mask)
         if narrow > 0:
             mixed = mixed.unflatten(-1, (-1, plain + turning))[..., : latent.v_head_dim].flatten(-2)
         projected: Tensor = self.linear_proj(mixed)

@@ -20,8 +20,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else None
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
-        hidden = hidden + self._dropped(self.attention(self.attention_norm(hidden), rotary))
+    def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        more = {} if mask is None else {"mask": mask}
+        hidden = hidden + self._dropped(self.attention(self.attention_norm(hidden), rotary, **more))
         return hidden + self._dropped(self.feed_forward(self.ffn_norm(hidden)))
 
     def _dropped(self, output: Tensor) -> Tensor:

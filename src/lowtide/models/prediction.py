@@ -12,29 +12,29 @@ from lowtide.models.auxiliary import Auxiliary
 from lowtide.models.layer import DecoderLayer
 from lowtide.models.shape import DecoderShape
 
-__all__ = ["PredictionLayer", "Predictions", "prediction_loss"]
+__all__ = ["PredictionInput", "Predictions", "prediction_loss"]
 
 
-class PredictionLayer(nn.Module):
-    """One layer more, from the hidden states before it and the tokens that come next."""
+class PredictionInput(nn.Module):
+    """What is around a prediction layer: its input, of hidden states and the next tokens, and the norm after it."""
 
-    def __init__(self, shape: DecoderShape, layer: DecoderLayer) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         width, eps = shape.hidden_size, shape.rms_norm_eps
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.embedding_norm = nn.RMSNorm(width, eps=eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
-        self.layer = layer
         self.norm = nn.RMSNorm(width, eps=eps)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rotary: Tensor) -> Tensor:
-        both = torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedded)), -1)
-        output: Tensor = self.layer(self.projection(both), rotary)
-        return output
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        projected: Tensor = self.projection(torch.cat((self.hidden_norm(hidden), self.embedding_norm(embedded)), -1))
+        return projected
 
 
 class Predictions(nn.Module):
     """The prediction layers, known by their numbers after those of the model. They share its embedding and head.
+
+    The layers are by themselves in ``layers``, so that decisions by operator mean in them what they mean in others.
 
     Their targets are the tokens of the sequence itself, as far as it goes: what labels would leave out is not known
     here. Their loss is the mean over them, times the shape's factor, and reaches the gradient by itself.
@@ -42,7 +42,8 @@ class Predictions(nn.Module):
 
     def __init__(self, shape: DecoderShape, layers: dict[int, DecoderLayer]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(number): PredictionLayer(shape, layer) for number, layer in layers.items()})
+        self.inputs = nn.ModuleDict({str(number): PredictionInput(shape) for number in layers})
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         self.factor = shape.prediction_factor
         self.auxiliary = Auxiliary()
 
@@ -56,12 +57,13 @@ class Predictions(nn.Module):
     ) -> Tensor:
         """The loss, from the last layer's hidden states."""
         losses = []
-        for depth, layer in enumerate(self.layers.values(), 1):
-            assert isinstance(layer, PredictionLayer)
+        for depth, (number, layer) in enumerate(self.layers.items(), 1):
+            around = self.inputs[number]
+            assert isinstance(around, PredictionInput)
             if tokens.shape[1] <= depth + 1:
                 break
-            hidden = layer(hidden[:, :-1], embedding(tokens[:, depth:]), rotary)
-            logits = head(layer.norm(hidden[:, :-1]))
+            hidden = layer(around(hidden[:, :-1], embedding(tokens[:, depth:])), rotary)
+            logits = head(around.norm(hidden[:, :-1]))
             losses.append(functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, depth + 1 :].flatten()))
         if not losses:
             return hidden.new_zeros(())

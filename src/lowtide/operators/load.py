@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowtide.errors import ModelError
+from lowtide._torch_private.fake import FakeTensorMode
+from lowtide.errors import LowtideError, ModelError
+from lowtide.operators.survey import Survey, survey
 
-__all__ = ["LoadedModel", "does_not_run", "load_model", "one_sequence_each"]
+__all__ = ["LoadedModel", "does_not_run", "load_model", "one_sequence_each", "survey_source"]
 
 
 class LoadedModel(NamedTuple):
@@ -146,3 +150,25 @@ def does_not_run(source: str, error: Exception) -> ModelError:
         "A model whose control flow depends on values cannot. If it is the dtype, give the one you train in:"
         " `lowtide plan --dtype bf16`, or --autocast"
     )
+
+
+def survey_source(
+    source: str,
+    *,
+    batch: int = 1,
+    sequence: int = 2048,
+    autocast: torch.dtype | None = None,
+    layers: str | None = None,
+) -> Survey:
+    """Run the model that ``source`` names once with fake tensors, and profile it; ModelError if it does not run."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error below says it
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        loaded = load_model(source, batch=batch, sequence=sequence)
+        try:
+            with one_sequence_each(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                return survey(loaded.model, lambda: loaded.model(*loaded.args, **loaded.kwargs), layers=layers)
+        except LowtideError:
+            raise
+        except Exception as error:
+            raise does_not_run(source, error) from error

@@ -17,7 +17,8 @@ from lowtide.operators.layers import Layers, check_module, find_layers
 from lowtide.operators.wrappers import Hook
 from lowtide.planner.plan import Plan
 from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, resolve
-from lowtide.runtime.communication import ReshardAfterForward, warn_of_idle_settings
+from lowtide.policy.idle import idle_settings
+from lowtide.runtime.communication import ReshardAfterForward
 from lowtide.runtime.follower import LayerFollower, Shared, Structure
 from lowtide.runtime.graph import GraphBytes, GraphLayer
 from lowtide.runtime.ledger import Ledger
@@ -74,7 +75,6 @@ def apply(
             f"a Policy is applied to the layers of {found.path or 'the model'} already: call remove() of its Handle, or"
             " of the run of adapt() that has applied it; adapt() takes your own decisions as adapt(policy=...)"
         )
-    warn_of_idle_settings(policy)
     checkpointing = Checkpointing(model, found)
     if not disable_checkpointing and (on := checkpointing.find()):
         raise PolicyError(
@@ -83,6 +83,8 @@ def apply(
             " apply(..., disable_checkpointing=True)"
         )
     handle = Handle(found, policy, limits or Limits(), checkpointing, verify=verify, allow_unmatched=allow_unmatched)
+    for text in idle_settings(policy):
+        handle.ledger.idle(text)
     try:
         if disable_checkpointing:
             checkpointing.turn_off()
@@ -143,7 +145,7 @@ class Handle:
         for follower in self.followers:
             follower.start()
             if self.policy.communication.reshard_after_forward:
-                hook = Hook(ReshardAfterForward(follower.index))
+                hook = Hook(ReshardAfterForward(follower.index, self.ledger))
                 self._gathering.append(follower.layer.register_forward_pre_hook(hook))
         if not any(
             one.rules or isinstance(one.default, Swap) or one.boundary != Keep() or one.collectives
@@ -175,6 +177,7 @@ class Handle:
     def receipt(self) -> Receipt:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
         more = [f"{name} in layer {index} is kept: its call cannot be replayed" for index, name in self.kept]
+        more += self.ledger.without_effect
         profiles = {one.index: one.profile for one in self.followers}
         receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more, self.compiled_bytes())
         self.ledger.clear()

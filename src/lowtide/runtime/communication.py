@@ -6,12 +6,11 @@
 - ``LayerPolicy.collectives``: in a layer that is not recomputed as a whole, drop what single collectives gave.
 
 Layers are sharded and parallelized after a Policy is applied, so all of this looks at a layer when it first runs. What
-turns out to have no effect is said in a warning.
+turns out to have no effect is said in a warning, and in every receipt: see ``Ledger.idle``.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -27,9 +26,10 @@ from lowtide.operators.calls import tensors_of
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.saved import Saved, kept_apart, unpack
 from lowtide.operators.wrappers import Function
-from lowtide.policy import Decision, Keep, Policy, Recompute, ResolvedLayer
+from lowtide.policy import Decision, Policy, Recompute, ResolvedLayer
 from lowtide.policy.collectives import joined, with_collectives
 from lowtide.runtime.collectives import keep_results
+from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.refuse import refuse_compilation
 
 __all__ = [
@@ -38,40 +38,14 @@ __all__ = [
     "keep_slice",
     "keeping_collectives",
     "tensor_parallel_group",
-    "warn_of_idle_settings",
 ]
 
 
-def warn_of_idle_settings(policy: Policy) -> None:
-    """Say which settings of a Policy can have no effect on any model."""
-    whole = [settings for settings in policy.layers if settings.default == Recompute()]
-    if not whole:
-        if policy.communication.slice_inputs:
-            _warn("slice_inputs (recompute_slice_activation) has no effect: no layer is recomputed as a whole")
-        if not policy.communication.reissue_collectives:
-            _warn("reissue_collectives (mp_comm_recompute) has no effect: no layer is recomputed as a whole")
-    if policy.communication.slice_inputs and any(settings.boundary != Keep() for settings in whole):
-        _warn(
-            "slice_inputs (recompute_slice_activation) has no effect in layers whose input is swapped: it leaves the"
-            " device whole"
-        )
-    excluding = [index for index, one in enumerate(policy.layers) if one in whole and not one.recomputed_as_a_whole]
-    if policy.communication.slice_inputs and excluding:
-        _warn(
-            f"slice_inputs (recompute_slice_activation) has no effect in layers that keep some of their operators, such"
-            f" as layer {excluding[0]}: it acts where a layer is recomputed as a whole"
-        )
-    kept = [rule for settings in whole for rule in settings.collectives if not rule.reissue]
-    if kept and policy.communication.reissue_collectives:
-        _warn(
-            f"{kept[0].pattern} (keep collective) is not carried out where the whole layer is recomputed: there"
-            " reissue_collectives (mp_comm_recompute) decides, for all collectives"
-        )
-
-
-def keeping_collectives(plain: Function, checkpointed: Callable[..., Any], layer: nn.Module, index: int) -> Function:
+def keeping_collectives(
+    plain: Function, checkpointed: Callable[..., Any], layer: nn.Module, index: int, ledger: Ledger
+) -> Function:
     """A layer that is recomputed as a whole but for its collectives, whose results are kept."""
-    group = _Once(lambda: tensor_parallel_group(layer), "reissue_collectives (mp_comm_recompute)", index)
+    group = _Once(lambda: tensor_parallel_group(layer), "reissue_collectives (mp_comm_recompute)", index, ledger)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         if group() is None:
@@ -99,8 +73,8 @@ def tensor_parallel_group(layer: nn.Module) -> dist.ProcessGroup | None:
 class _Once:
     """A layer's tensor-parallel group, looked up when the layer first runs; a warning if there is none."""
 
-    def __init__(self, find: Callable[[], dist.ProcessGroup | None], setting: str, index: int) -> None:
-        self.find, self.setting, self.index = find, setting, index
+    def __init__(self, find: Callable[[], dist.ProcessGroup | None], setting: str, index: int, ledger: Ledger) -> None:
+        self.find, self.setting, self.index, self.ledger = find, setting, index, ledger
         self.asked = False
         self.group: dist.ProcessGroup | None = None
 
@@ -108,15 +82,17 @@ class _Once:
         if not self.asked:
             self.asked, self.group = True, self.find()
             if self.group is None:
-                _warn(f"{self.setting} has no effect in layer {self.index}: its parameters are not tensor-parallel")
+                self.ledger.idle(
+                    f"{self.setting} has no effect in layer {self.index}: its parameters are not tensor-parallel"
+                )
         return self.group
 
 
 class ReshardAfterForward:
     """A hook before a layer: a sharded one is resharded after forward, and gathered again in backward."""
 
-    def __init__(self, index: int) -> None:
-        self.index, self.done = index, False
+    def __init__(self, index: int, ledger: Ledger) -> None:
+        self.index, self.ledger, self.done = index, ledger, False
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if self.done:
@@ -127,15 +103,15 @@ class ReshardAfterForward:
         if isinstance(layer, FSDPModule):
             layer.set_reshard_after_forward(True, recurse=False)
         else:
-            _warn(
+            self.ledger.idle(
                 f"reshard_after_forward (parallel_optimizer_comm_recompute) has no effect in layer {self.index}: it"
                 " is not sharded by fully_shard"
             )
 
 
-def keep_slice(forward: Function, layer: nn.Module, index: int) -> Function:
+def keep_slice(forward: Function, layer: nn.Module, index: int, ledger: Ledger) -> Function:
     """A layer that is recomputed as a whole and of whose input each tensor-parallel rank holds its slice only."""
-    group = _Once(lambda: tensor_parallel_group(layer), "slice_inputs (recompute_slice_activation)", index)
+    group = _Once(lambda: tensor_parallel_group(layer), "slice_inputs (recompute_slice_activation)", index, ledger)
     replicated: list[bool] = []
 
     def sliced(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +122,7 @@ def keep_slice(forward: Function, layer: nn.Module, index: int) -> Function:
         if not replicated:
             replicated.append(_is_replicated(given[0], ranks))
             if not replicated[0]:
-                _warn(
+                ledger.idle(
                     f"slice_inputs (recompute_slice_activation) has no effect in layer {index}: its input is not the"
                     " same on all tensor-parallel ranks, or cannot be cut into equal slices"
                 )
@@ -209,7 +185,9 @@ def _is_replicated(tensor: Tensor, group: dist.ProcessGroup) -> bool:
         return bool(able and (rows == rows[0]).all())
 
 
-def decide_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer, policy: Policy) -> Mapping[str, Decision]:
+def decide_collectives(
+    index: int, kind: LayerKind, resolved: ResolvedLayer, policy: Policy, ledger: Ledger
+) -> Mapping[str, Decision]:
     """A layer's decisions by operator, with those for its collectives; says which rules re-issue nothing.
 
     In a layer that is recomputed but for some operators, ``reissue_collectives=False`` keeps what collectives gave.
@@ -221,11 +199,7 @@ def decide_collectives(index: int, kind: LayerKind, resolved: ResolvedLayer, pol
         keep_all=not policy.communication.reissue_collectives and policy.layers[index].default == Recompute(),
     )
     for operator in idle:
-        _warn(
+        ledger.idle(
             f"the collective at {operator} of layer {index} is not re-issued: no operator that is kept reads its output"
         )
     return changed
-
-
-def _warn(what: str) -> None:
-    warnings.warn(f"lowtide: {what}", UserWarning, stacklevel=3)

@@ -305,8 +305,8 @@ class LayerFollower:
         """The layer with its decisions; None if it keeps everything."""
         shared, kind = self.shared, self.profile
         assert kind is not None
-        decisions = decide_collectives(self.index, kind, resolved, shared.policy)
         ledger = shared.manager.ledger
+        decisions = decide_collectives(self.index, kind, resolved, shared.policy, ledger)
         self.program = program = compile_layer(self.index, kind, decisions, resolved.boundary, ledger, due)
         if program.idle:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
@@ -63,6 +64,14 @@ class Ledger:
         self.lines: dict[tuple[int, str], Line] = {}
         self.timed: deque[tuple[Line, Clock, Any, Any]] = deque()
         """In the order of their ends, but for streams that overtake each other."""
+        self.without_effect: dict[str, None] = {}
+        """Settings that turned out to have no effect, in words: they have none in the next step either."""
+
+    def idle(self, what: str) -> None:
+        """A setting has no effect: warn of it, once, and have every receipt say it."""
+        if what not in self.without_effect:
+            self.without_effect[what] = None
+            warnings.warn(f"lowtide: {what}", UserWarning, stacklevel=3)
 
     def line(self, layer: int, operator: str) -> Line:
         """The line of one operator."""

@@ -63,9 +63,9 @@ def recompute_layer(forward: Function, layer: nn.Module, policy: Policy, ledger:
 
     whole: Function = recomputed
     if not policy.communication.reissue_collectives:
-        whole = keeping_collectives(whole, checkpointed, layer, line.layer)
+        whole = keeping_collectives(whole, checkpointed, layer, line.layer, ledger)
     if policy.communication.slice_inputs and policy.layers[line.layer].boundary == Keep():
-        whole = keep_slice(whole, layer, line.layer)
+        whole = keep_slice(whole, layer, line.layer, ledger)
     return replays.captured(whole, forward)
 
 

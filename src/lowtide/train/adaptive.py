@@ -12,6 +12,7 @@ from lowtide.adaptive.session import Adaptive
 from lowtide.planner.plan import Plan
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.report.adapt import adaptive_text
+from lowtide.runtime.limits import Limits
 from lowtide.train.job import Job
 from lowtide.train.mesh import Meshes
 from lowtide.train.pipeline import planned_pipeline
@@ -30,6 +31,7 @@ def make_adaptive(
     optimizers: Sequence[torch.optim.Optimizer],
     fixed: Policy | None,
     directory: RunDirectory,
+    limits: Limits | None = None,
 ) -> Adaptive:
     """The session that each step of this rank is run through; ``fixed`` is the Policy that the file asks for."""
     assert run.adapt is not None
@@ -42,6 +44,7 @@ def make_adaptive(
         stage=meshes.pipeline.get_local_rank(),
         layers=job.layers,
         directory=directory.path,
+        limits=limits,
         host_is_meant=True,  # the runner has put it where the file says
         say=_say,
         report=_report,
@@ -51,7 +54,7 @@ def make_adaptive(
 def fixed_decisions(policy: Policy | None, layers: int) -> Policy | None:
     """What of the file's Policy is a decision: None where it says nothing, and everything is the plan's.
 
-    Multi-token-prediction layers have none, with the adaptive mode as without it.
+    Multi-token-prediction layers have none in the adaptive mode: they keep their activations.
     """
     if policy is None or all(layer == LayerPolicy() for layer in policy.layers[:layers]):
         return None

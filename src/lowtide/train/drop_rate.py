@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["drop_rate", "line", "mean_drop_rates", "summed_drop_rates"]
+__all__ = ["drop_rate", "line", "mean_drop_rates", "meaning", "summed_drop_rates"]
 
 
 def drop_rate(fractions: Tensor | Sequence[float] | Sequence[Sequence[float]], capacity_factor: float) -> float | None:
@@ -44,3 +44,16 @@ def mean_drop_rates(summed: Tensor) -> dict[int, float]:
 def line(layer: int, rate: float) -> str:
     """The line of one layer, in the words of the MindSpore Transformers guide."""
     return f"layer: {layer}, drop_rate: {rate:.5f}"
+
+
+def meaning(factor: float, capacity: float | None) -> str:
+    """What a run's rates mean: ``factor`` is the callback's, ``capacity`` the model's, None if nothing is dropped."""
+    what = (
+        f"drop_rate: of the slots that a layer's router filled in the step, the share beyond {factor:g} x the even"
+        " share of an expert; the mean over data-parallel ranks"
+    )
+    if capacity is None:
+        return f"{what}. This run drops no token (use_gmm, or no capacity): it is what such a capacity would drop"
+    if capacity != factor:
+        return f"{what}. The model's capacity factor is {capacity:g}, which drops another share"
+    return f"{what}. Experts drop them micro-batch by micro-batch, so that single ones may lose more"

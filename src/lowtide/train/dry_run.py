@@ -12,6 +12,8 @@ from lowtide.config.check import Check
 from lowtide.models.build import build_model
 from lowtide.models.shape import shape_of
 from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
+from lowtide.train.data.packing import packing_of
+from lowtide.train.job import refuse_predictions
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 from lowtide.units import format_bytes
@@ -33,6 +35,7 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
     """What each pipeline stage would have, and what a step would be."""
     settings = check.settings
     assert settings is not None
+    packing_of(settings, run)
     degrees = run.degrees
     plan: dict[str, Any] = {
         "processes": degrees.world,
@@ -65,10 +68,12 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
         plan["notes"].append(f"the model is {settings.top_level.pretrained_model_dir}, built when the run starts")
         return plan
     shape = shape_of(settings)
+    refuse_predictions(shape, run)
     for rank in range(degrees.pipeline):
         for stage in stages_of(run.placement, rank):
             with torch.device("meta"):
-                model = build_model(shape, layers=stage.layers, first=stage.first, last=stage.last)
+                layers = None if stage.total == 1 else stage.layers  # a whole model has its prediction layers too
+                model = build_model(shape, layers=layers, first=stage.first, last=stage.last)
             numbers = sum(parameter.numel() for parameter in model.parameters())
             held = numbers // (degrees.tensor * degrees.shard)
             plan["stages"].append(

@@ -16,14 +16,15 @@ from lowtide.models.hugging_face import HuggingFaceDecoder, hugging_face_name
 from lowtide.models.initialise import initialise
 from lowtide.models.shape import DecoderShape, shape_of
 from lowtide.operators.layers import find_layers
-from lowtide.policy import LayerPolicy, Policy
+from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
+from lowtide.runtime.limits import Limits
 from lowtide.train.mesh import Meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 
-__all__ = ["Job", "build_job", "stage_shapes"]
+__all__ = ["Job", "build_job", "refuse_predictions", "stage_shapes"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,10 @@ class Job:
     """What a parameter is called in a Hugging Face directory."""
 
 
-def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
+def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes, limits: Limits | None = None) -> Job:
     """Build this rank's share. Nothing is allocated before it is sharded, except a model of transformers."""
     if settings.top_level.pretrained_model_dir:
-        return _build_hugging_face(run, settings, policy, meshes)
+        return _build_hugging_face(run, settings, policy, meshes, limits)
     shape = shape_of(settings)
     stages = stages_of(run.placement, meshes.pipeline.get_local_rank())
     if run.placement.num_stages != run.degrees.pipeline:
@@ -68,14 +69,9 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             "tie_word_embeddings is true: the embedding and the head share weights, which pipeline and tensor parallel"
             " would shard differently; write false, or use data parallel only"
         )
-    if shape.prediction_layers:
-        if run.degrees.tensor > 1:
-            raise ConfigError(
-                f"num_nextn_predict_layers is {shape.prediction_layers}: multi-token prediction does not go with tensor"
-                " parallel; write 0, or model_parallel: 1"
-            )
-        if policy is not None and any(layer != LayerPolicy() for layer in policy.layers[shape.num_layers :]):
-            logger.warning("multi-token-prediction layers keep their activations: decisions are for the layers before")
+    refuse_predictions(shape, run)
+    if shape.prediction_layers and run.adapt is not None:
+        logger.warning("multi-token-prediction layers keep their activations: the adaptive mode decides those before")
     models, handles = [], []
     for stage in stages:
         with torch.device("meta"):
@@ -86,10 +82,16 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         apply_expert_parallel(model, meshes)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
-            handles.append((stage, apply(model, mine, layers="layers", allow_unmatched=stage.total > 1)))
+            handles.append((stage, apply(model, mine, layers="layers", limits=limits, allow_unmatched=stage.total > 1)))
+        if policy is not None and model.predictions is not None:
+            numbers = tuple(range(shape.num_layers, shape.num_layers + shape.prediction_layers))
+            mine = replace(policy, layers=tuple(policy.layers[layer] for layer in numbers))
+            # A pattern may match in the layers before only, such as one of a dense feed-forward block.
+            handle = apply(model, mine, layers="predictions.layers", limits=limits, allow_unmatched=True)
+            handles.append((stage._replace(layers=numbers), handle))
         models.append(model)
     for model in models:
-        apply_fsdp(model, model.layers.values(), run, meshes)
+        apply_fsdp(model, model.all_layers, run, meshes)
         model.to_empty(device=meshes.device)
         initialise(model, seed=run.seed)
     return Job(
@@ -105,7 +107,24 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
     )
 
 
-def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes) -> Job:
+def refuse_predictions(shape: DecoderShape, run: Run) -> None:
+    """ConfigError where multi-token prediction does not go with how the run is sharded."""
+    asked = f"num_nextn_predict_layers is {shape.prediction_layers}"
+    if shape.prediction_layers and run.degrees.pipeline > 1:
+        raise ConfigError(
+            f"{asked}: multi-token-prediction layers need the tokens, the embedding and the head on one rank, and with"
+            f" {run.degrees.pipeline} pipeline stages these are on the first and the last; write 0, or use one stage"
+        )
+    if shape.prediction_layers and run.degrees.sequence_parallel:
+        raise ConfigError(
+            f"{asked}: multi-token-prediction layers look one token ahead, and with sequence parallel that token is on"
+            " another rank; write 0, or use_seq_parallel: false, which tensor parallel works without"
+        )
+
+
+def _build_hugging_face(
+    run: Run, settings: Settings, policy: Policy | None, meshes: Meshes, limits: Limits | None
+) -> Job:
     degrees = run.degrees
     if degrees.pipeline * degrees.tensor * degrees.expert > 1:
         raise ConfigError(
@@ -116,7 +135,7 @@ def _build_hugging_face(run: Run, settings: Settings, policy: Policy | None, mes
     model = model.to(meshes.device, getattr(torch, run.precision.parameters)).train()
     layers = find_layers(model)
     (stage,) = stages_of(run.placement, 0)
-    handles = [(stage, apply(model, policy, layers=layers.path))] if policy is not None else []
+    handles = [(stage, apply(model, policy, layers=layers.path, limits=limits))] if policy is not None else []
     apply_fsdp(model, layers.modules, run, meshes)
     return Job(
         stages=(stage,),

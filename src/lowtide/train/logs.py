@@ -9,17 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lowtide.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Logs", "level_of", "log_file", "start_logging"]
+__all__ = ["Logs", "level_of", "log_file", "start_logging", "warnings_in_log"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "lowtide: "
+"""How lowtide's own warnings begin."""
 
 LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
 """What the values of GLOG_v mean."""
@@ -87,6 +94,25 @@ def start_logging(
     if environment.get("ENABLE_LAZY_INLINE_NO_PIPELINE"):
         logger.info("ENABLE_LAZY_INLINE_NO_PIPELINE is not needed: swap works here without pipelining as it is")
     return Logs(file, console, handlers, before)
+
+
+@contextmanager
+def warnings_in_log() -> Iterator[None]:
+    """Lowtide's own Python warnings as lines of the log, which is where users of the runner look; others as before."""
+    show = warnings.showwarning
+
+    def shown(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+        text = str(message)
+        if text.startswith(PREFIX):
+            logger.warning("%s", text.removeprefix(PREFIX))
+        else:
+            show(message, category, *place, **more)
+
+    warnings.showwarning = shown
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def level_of(environment: Mapping[str, str] = os.environ) -> int:

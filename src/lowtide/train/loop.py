@@ -18,10 +18,13 @@ from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import MFLossMonitor, MoEDropRateCallback
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle
+from lowtide.runtime.limits import Limits
 from lowtide.runtime.receipt import Receipt
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.data.batches import Batch, batches_of
+from lowtide.train.data.packing import packing_of
 from lowtide.train.data.source import source_of
+from lowtide.train.drop_rate import meaning
 from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.job import Job, stage_shapes
 from lowtide.train.loss_scale import scale_of
@@ -70,6 +73,7 @@ class Loop:
         save_every: int,
         options: TrainOptions,
         fixed: Policy | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.run, self.settings, self.meshes, self.job = run, settings, meshes, job
         self.options = options
@@ -104,6 +108,7 @@ class Loop:
             self._experts(),
             self._pipeline(objective),
             self._at,
+            packing_of(settings, run),
         )
         self.state = TrainState(
             parts=job.models,
@@ -112,9 +117,9 @@ class Loop:
             seed=rank_seed(run, meshes),
             layout=str(run.degrees),
         )
-        self.adaptive = self._adaptive(fixed)
+        self.adaptive = self._adaptive(fixed, limits)
 
-    def _adaptive(self, fixed: Policy | None) -> Adaptive | None:
+    def _adaptive(self, fixed: Policy | None, limits: Limits | None) -> Adaptive | None:
         """The session that decides while the run trains; ``fixed`` is what the file decides."""
         if self.run.adapt is None:
             return None
@@ -123,7 +128,7 @@ class Loop:
                 logger.warning("adapt: %s", text)
         from lowtide.train.adaptive import make_adaptive
 
-        return make_adaptive(self.run, self.job, self.meshes, self.optimizers, fixed, self.directory)
+        return make_adaptive(self.run, self.job, self.meshes, self.optimizers, fixed, self.directory, limits)
 
     def _experts(self) -> ExpertLoad:
         shape = self.job.shape
@@ -133,8 +138,10 @@ class Loop:
             self.job.models, self.meshes.data.get_group(), self.meshes.device, layers=layers, experts=experts
         )
         for callback in self.settings.callbacks:
-            if isinstance(callback, MoEDropRateCallback):
+            if isinstance(callback, MoEDropRateCallback) and callback.capacity_factor is not None:
                 load.capacity = callback.capacity_factor
+                dropping = shape.experts.capacity if shape is not None and shape.experts is not None else None
+                logger.info("%s", meaning(callback.capacity_factor, dropping))
         return load
 
     def _pipeline(self, objective: Objective) -> Pipeline | None:

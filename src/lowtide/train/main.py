@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,11 +17,15 @@ import torch.distributed as dist
 
 from lowtide.config.check import Check, check_file
 from lowtide.config.schema.callbacks import CheckpointMonitor
+from lowtide.errors import ConfigError
 from lowtide.operators.names import layer_operators
 from lowtide.policy import Policy
+from lowtide.runtime.limits import Limits
 from lowtide.train.checkpoint import Checkpoints
+from lowtide.train.data.packing import packing_of
+from lowtide.train.described import check_described
 from lowtide.train.job import build_job
-from lowtide.train.logs import start_logging
+from lowtide.train.logs import start_logging, warnings_in_log
 from lowtide.train.loop import Loop
 from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
@@ -40,13 +46,15 @@ def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
     if options.dry_run:
         from lowtide.train.dry_run import dry_run
 
-        check = check_file(file, layer_operators, overrides)
+        check = check_described(file, overrides)
         return dry_run(read_run(check), check, as_json=options.json)
+    check = check_described(file, overrides)  # before there is a process group: the model is run in one of its own
     with ExitStack() as stack:
         device = stack.enter_context(process_group(timedelta(seconds=options.timeout)))
         logs = start_logging(dist.get_rank(), options.log_dir, continued=options.restarted, redirect=options.redirect)
         stack.callback(logs.close)
-        loop = prepare(file, overrides, options, device)
+        stack.enter_context(warnings_in_log())
+        loop = prepare(file, overrides, options, device, check)
         result = loop.train(logs.console)
         loop.checkpoints.close()
         if options.json and dist.get_rank() == 0:
@@ -54,11 +62,14 @@ def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
     return 0
 
 
-def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: torch.device) -> Loop:
-    """Everything before the first step, in the process group that there is."""
-    check = check_file(file, layer_operators, overrides)
+def prepare(
+    file: Path, overrides: Overrides, options: TrainOptions, device: torch.device, check: Check | None = None
+) -> Loop:
+    """Everything before the first step, in the process group that there is; ``check`` is the file, if it is read."""
+    check = check or check_file(file, layer_operators, overrides)
     run = read_run(check, dist.get_world_size(), _device_memory(device))
     assert check.settings is not None
+    packing_of(check.settings, run)  # what cannot be done is said before anything is built
     meshes = make_meshes(run.degrees, device)
     torch.manual_seed(rank_seed(run, meshes))
     _limit_memory(check.settings.context.max_device_memory, device)
@@ -72,8 +83,20 @@ def prepare(file: Path, overrides: Overrides, options: TrainOptions, device: tor
         checkpoints.close()
         checkpoints, every = _checkpoints(check, options)
     _say(check, run, directory)
-    job = build_job(run, check.settings, policy, meshes)
-    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options, fixed=check.policy)
+    limits = _limits(check)
+    job = build_job(run, check.settings, policy, meshes, limits)
+    return Loop(run, check.settings, meshes, job, directory, checkpoints, every, options, check.policy, limits)
+
+
+def _limits(check: Check) -> Limits:
+    """What swapping may take on this rank; ConfigError where the disk tier has nowhere to write."""
+    limits = Limits(**check.limits.given())  # type: ignore[arg-type]  # the fields have the same names and types
+    if check.limits.disk_directory is not None and not os.access(limits.disk_directory, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"swap limits: disk_directory {limits.disk_directory} on {socket.gethostname()} is no directory that can be"
+            " written to; make it on every node, or name another (--swap-disk-directory)"
+        )
+    return limits
 
 
 def _device_memory(device: torch.device) -> int | None:

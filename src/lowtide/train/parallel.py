@@ -56,7 +56,7 @@ def apply_tensor_parallel(model: Decoder, run: Division, meshes: Meshes) -> None
     if sequence:
         ends["norm"] = SequenceParallel(use_local_output=True)
     parallelize_module(model, mesh, _present(model, ends))
-    for layer in model.layers.values():
+    for layer in model.all_layers:
         routed = isinstance(layer.feed_forward, MixtureOfExperts)
         plan: dict[str, Any] = dict.fromkeys(_COLUMNS, ColwiseParallel())
         plan.update(dict.fromkeys(_ROWS, RowwiseParallel(output_layouts=between)))

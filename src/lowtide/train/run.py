@@ -9,6 +9,8 @@ from lowtide.adaptive.settings import AdaptSettings, ReadSettings, read_settings
 from lowtide.config.check import Check
 from lowtide.errors import ConfigError
 from lowtide.trace.layout import Layout
+from lowtide.train.transformers_model import refuse_contradictions
+from lowtide.train.without_effect import refuse_ignored
 
 if TYPE_CHECKING:
     from lowtide.config.placement import Placement
@@ -137,6 +139,8 @@ def read_run(check: Check, world: int | None = None, device_memory: int | None =
             f"{check.document.name}: the file does not say how many layers the model has;"
             " write model.model_config.num_layers, or pretrained_model_dir"
         )
+    refuse_contradictions(settings)
+    refuse_ignored(settings)
     run = (_read_2026 if settings.layout == "2026" else _read_graph)(settings, form.placement, world)
     adapt, warnings = _adapt(settings, device_memory)
     return replace(run, adapt=adapt, warnings=tuple(f"adapt: {one}" for one in warnings))

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide._torch_private.training.resets import reset_reducer, reset_sharding
 from lowtide.train.clip import clip, global_norm, scale_gradients
 from lowtide.train.data.batches import Batch
+from lowtide.train.data.packing import Packing
 from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.loss_scale import Scale
 from lowtide.train.mesh import Meshes
@@ -64,7 +65,9 @@ class Step:
         experts: ExpertLoad,
         pipeline: Pipeline | None,
         place: Place = lambda where: None,
+        packing: Packing | None = None,
     ) -> None:
+        self.packing = packing
         self.run, self.meshes, self.parts, self.optimizers = run, meshes, parts, optimizers
         self.scale, self.objective, self.experts = scale, objective, experts
         self.pipeline, self.place = pipeline, place
@@ -141,10 +144,11 @@ class Step:
         for number, batch in enumerate(batches):
             tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
             labels = batch.labels.to(self.meshes.device, non_blocking=True)
+            more = {} if self.packing is None else self.packing.arguments(tokens)
             reduce = number == len(batches) - 1 or self.run.update.reduce_each
             with _reducing(part, reduce):
                 with self._autocast():
-                    loss = self.objective(part(tokens), labels)
+                    loss = self.objective(part(tokens, **more), labels)
                 loss.backward()
             losses += loss.detach()
         return losses

@@ -31,7 +31,7 @@ from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.run import Degrees, Precision
 
-__all__ = ["TracedRank", "trace_rank"]
+__all__ = ["TracedRank", "balance_experts", "trace_rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
             apply_fsdp(model, model.layers.values(), division, meshes, apart)
             skews = rank.expert_skew
             for number, layer in zip(chosen, model.layers.values(), strict=True):
-                _balance(layer, skews[number] if isinstance(skews, tuple) else skews)
+                balance_experts(layer, skews[number] if isinstance(skews, tuple) else skews)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 trace = _captured(model, rank, name, progress)
         finally:
@@ -144,7 +144,7 @@ def _sample(shape: DecoderShape) -> tuple[Sequence[int], Sequence[int]]:
     return chosen, represented_by
 
 
-def _balance(layer: nn.Module, skew: float) -> None:
+def balance_experts(layer: nn.Module, skew: float = 1.0) -> None:
     """How a router will choose is not known: this rank's experts are taken to get ``skew`` times an even share."""
 
     def lengths(ours: Tensor, theirs: Tensor, slots: int) -> tuple[list[int], list[int]]:

@@ -6,8 +6,11 @@ from typing import Any
 
 from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import CheckpointMonitor, EvalCallBack, MaxLogitsMonitor, TopkBiasBalanceCallback
+from lowtide.errors import ConfigError
+from lowtide.models.experts_shape import experts_of
+from lowtide.train.transformers_model import keys_without_effect
 
-__all__ = ["settings_without_effect"]
+__all__ = ["refuse_ignored", "settings_without_effect"]
 
 _KERNELS = "each kernel computes in the type it is made for"
 _FUSED = "there is no such kernel here; it runs in parts"
@@ -17,7 +20,6 @@ _SETTINGS: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "resume_training": ("a run in its directory is continued by itself; --resume CHECKPOINT takes another", ()),
     },
     "model": {
-        "ignore_token_id": ("labels that are left out are -100", ()),
         "layernorm_compute_dtype": (_KERNELS, ()),
         "softmax_compute_dtype": (_KERNELS, ()),
         "rotary_dtype": ("rotary tables are float32", _FLOAT32),
@@ -41,9 +43,30 @@ _SETTINGS: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
 """By section and key: why it has no effect, and the values that ask for what happens anyway."""
 
 
+def refuse_ignored(settings: Settings) -> None:
+    """ConfigError for a setting that would change the training and that nothing here carries out."""
+    balancing = [one for one in settings.callbacks if isinstance(one, TopkBiasBalanceCallback)]
+    if not balancing or settings.top_level.pretrained_model_dir:
+        return
+    experts = experts_of(settings)
+    moves = experts is not None and experts.bias
+    rate = experts.bias_rate if experts is not None and moves else None
+    for callback in balancing:
+        for key, asked, found in (
+            ("balance_via_topk_bias", callback.balance_via_topk_bias, moves),
+            ("topk_bias_update_rate", callback.topk_bias_update_rate, rate),
+        ):
+            if asked is not None and asked != found:
+                raise ConfigError(
+                    f"the callback {callback.type} has {key}: {asked}, and the model's settings give {found}; the bias"
+                    " moves as the model says: write it there (moe_config.balance_via_topk_bias and"
+                    " topk_bias_update_rate, or moe_router_enable_expert_bias and moe_router_bias_update_rate)"
+                )
+
+
 def settings_without_effect(settings: Settings) -> list[str]:
     """What the file sets and the runner does not carry out, in words."""
-    found = []
+    found = keys_without_effect(settings)
     for name, keys in _SETTINGS.items():
         section = getattr(settings, name)
         for key, (reason, harmless) in keys.items():

@@ -26,6 +26,26 @@ def test_drop_rate_needs_all_four_parameters(key: str) -> None:
     assert problem.message.endswith(f"missing: {key}")
 
 
+@pytest.mark.parametrize(
+    ("key", "model"),
+    [
+        ("expert_num", {"moe_config": {"expert_num": 8}}),
+        ("expert_num", {"model": {"model_config": {"num_layers": 8, "mtp_num_layers": 1, "n_routed_experts": 8}}}),
+        ("num_layers", {"model": {"model_config": {"num_layers": 4, "num_nextn_predict_layers": 1}}}),
+        ("mtp_depth", {"model": {"model_config": {"num_layers": 8}}}),
+        ("capacity_factor", {"moe_config": {"capacity_factor": 1.1}}),
+    ],
+)
+def test_drop_rate_parameters_are_the_models(key: str, model: dict[str, dict[str, object]]) -> None:
+    switch: dict[str, object] = {**model.get("moe_config", {}), "callback_moe_droprate": True}
+    problem = only_error({**model, "moe_config": switch, "callbacks": [DROP_RATE]})
+    assert f"MoEDropRateCallback has `{key}`" in problem.message
+    assert problem.path == ("callbacks", 0, key)
+    agreed = {"model": {"model_config": {"num_layers": 8, "num_nextn_predict_layers": 1}}}
+    same = {"expert_num": 4, "capacity_factor": 1.5, "callback_moe_droprate": True}
+    assert not errors({**agreed, "moe_config": same, "callbacks": [DROP_RATE]})
+
+
 def test_accumulation_has_no_effect_with_a_pipeline() -> None:
     document = {"runner_config": {"gradient_accumulation_steps": 4}, "parallel_config": {"pipeline_stage": 2}}
     assert "micro_batch_num" in only_warning(document).hint

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lowtide.config.dialects.form_2026 import Form2026, path_pattern
-from lowtide.config.dialects.log import Line, operators_only
-from lowtide.policy import Match, NameTree
+from lowtide.config.dialects.log import LayerNames, Line, operators_only
+from lowtide.policy import Match
 
 __all__ = ["form_log_2026"]
 
 
-def form_log_2026(form: Form2026, tree: NameTree) -> list[Line]:
+def form_log_2026(form: Form2026, known: LayerNames) -> list[Line]:
     """The form in the reference's words: what each pattern means, then what each layer does."""
     lines: list[Line] = []
     if form.mode == "None" and form.exclude:
@@ -20,11 +20,11 @@ def form_log_2026(form: Form2026, tree: NameTree) -> list[Line]:
                 " exclude_op has no effect without recompute.",
             )
         )
-    exclude = _by_layer(form, form.exclude if form.mode != "None" else {}, tree, "exclude_op", lines)
-    select = _by_layer(form, form.select, tree, "select_module", lines)
-    comm = _by_layer(form, form.comm, tree, "select_module", lines)
+    exclude = _by_layer(form, form.exclude if form.mode != "None" else {}, known, "exclude_op", lines)
+    select = _by_layer(form, form.select, known, "select_module", lines)
+    comm = _by_layer(form, form.comm, known, "select_module", lines)
     swaps = {name: layers for name, (layers, _) in form.op_swap.items()}
-    swap = _by_layer(form, swaps, tree, "op_swap", lines)
+    swap = _by_layer(form, swaps, known, "op_swap", lines)
     for layer in range(form.num_layers):
         if layer in form.full:
             select[layer], comm[layer] = [], []
@@ -57,17 +57,17 @@ def form_log_2026(form: Form2026, tree: NameTree) -> list[Line]:
 
 
 def _by_layer(
-    form: Form2026, patterns: dict[str, tuple[int, ...]], tree: NameTree, key: str, lines: list[Line]
+    form: Form2026, patterns: dict[str, tuple[int, ...]], known: LayerNames, key: str, lines: list[Line]
 ) -> list[list[Match]]:
     """What the patterns mean in each layer: sorted by name, children of a matched module left out."""
     result: list[list[Match]] = [[] for _ in range(form.num_layers)]
     for name, layers in patterns.items():
-        matches = path_pattern(name).matches(tree)
-        if not matches:
+        pattern = path_pattern(name)
+        for layer in layers:
+            result[layer] += known.matches(pattern, layer)
+        if not any(known.matches(pattern, layer) for layer in range(form.num_layers)):
             text = f"{key} pattern '{name}' did not match any module in the model, please check your recompute config."
             lines.append(("WARNING", text))
-        for layer in layers:
-            result[layer] += matches
     return [
         sorted({match for match in found if not _is_below(match, found)}, key=lambda match: match.name)
         for found in result

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast
 
 from lowtide.config.dialects.graph import GraphForm
-from lowtide.config.dialects.log import Line, operators_only
+from lowtide.config.dialects.log import LayerNames, Line, operators_only
 from lowtide.config.swap_entries import SwapEntry
-from lowtide.policy import Match, NameTree, Pattern
+from lowtide.policy import Match, Pattern
 
 __all__ = ["form_log", "layer_log"]
 
@@ -37,21 +37,22 @@ def form_log(form: GraphForm) -> list[Line]:
     return lines
 
 
-def layer_log(form: GraphForm, tree: NameTree) -> list[Line]:
-    """The lines about each layer, with the operators of ``tree`` that its patterns name."""
+def layer_log(form: GraphForm, names: LayerNames) -> list[Line]:
+    """The lines about each layer, with the operators that its patterns name."""
     lines: list[Line] = []
-    memo: dict[str, tuple[Match, ...]] = {}
+    patterns: dict[str, Pattern] = {}
 
-    def matches(name: str) -> tuple[Match, ...]:
-        if name not in memo:
-            memo[name] = Pattern(name).matches(tree)
-        return memo[name]
-
-    def named(names: list[str]) -> list[Match]:
-        return list(dict.fromkeys(match for name in names for match in matches(name)))
+    def matches(name: str, layer: int) -> tuple[Match, ...]:
+        if name not in patterns:
+            patterns[name] = Pattern(name)
+        return names.matches(patterns[name], layer)
 
     on = "" if form.swap.swap else " on"
     for layer in range(form.placement.num_layers):
+
+        def named(chosen: list[str], layer: int = layer) -> list[Match]:
+            return list(dict.fromkeys(match for name in chosen for match in matches(name, layer)))
+
         if form.is_on(form.layer_recompute, layer):
             if not (form.swap.swap and form.layer_recompute is True):
                 lines.append(("INFO", f"Set full recompute at layer {layer}"))
@@ -76,7 +77,7 @@ def layer_log(form: GraphForm, tree: NameTree) -> list[Line]:
     return lines
 
 
-def _swap_lines(form: GraphForm, layer: int, matches: Callable[[str], tuple[Match, ...]]) -> Iterator[str]:
+def _swap_lines(form: GraphForm, layer: int, matches: Callable[[str, int], tuple[Match, ...]]) -> Iterator[str]:
     for entry in form.swap.layer_swap:
         if entry.has(layer):
             yield f"Set layer swap at layer {layer} and value is: {entry.prefetch}"
@@ -85,7 +86,7 @@ def _swap_lines(form: GraphForm, layer: int, matches: Callable[[str], tuple[Matc
     for name, entries in form.swap.op_swap:
         prefetch = next((entry.prefetch for entry in entries if entry.has(layer)), None)
         if prefetch is not None:
-            for match in matches(name):
+            for match in matches(name, layer):
                 path = match.name if "." in match.name else f".{match.name}"
                 parts.append(f"{path}, value={prefetch}")
     if parts:
@@ -108,7 +109,8 @@ def _conflicts(form: GraphForm) -> Iterator[str]:
             yield from (_conflict(name, layer) for layer in recomputed if layer in layers)
     for name, selection in cast("dict[str, list[int] | Literal[True]]", form.written_select).items():
         if selection is True:
-            yield f"{name} operator in all layers that is enabled swap do not work! {_BECAUSE}"
+            if whole or name in operators:  # the reference says it even where nothing is swapped
+                yield f"{name} operator in all layers that is enabled swap do not work! {_BECAUSE}"
             continue
         yield from (_conflict(name, layer) for layer in selection for entry in whole if entry.has(layer))
         yield from (_conflict(name, layer) for layer in selection if layer in operators.get(name, ()))

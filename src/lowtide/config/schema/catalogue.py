@@ -51,10 +51,10 @@ AS_WRITTEN: dict[str, tuple[str, ...]] = {
         "parallel_optimizer_comm_recompute",
         "recompute_slice_activation",
     ),
-    "swap_config": ("swap", "default_prefetch", "layer_swap", "op_swap"),
+    "swap_config": ("swap", "default_prefetch", "layer_swap", "op_swap", "limits"),
     "recompute": ("mode", "full_recompute_layer", "select_module", "exclude_op"),
     "recompute_comm": ("enable", "select_module"),
-    "swap": ("enable", "default_prefetch", "layer_swap", "op_swap"),
+    "swap": ("enable", "default_prefetch", "layer_swap", "op_swap", "limits"),
 }
 """The sections whose values are read with the layers at hand, not here, with their keys. Their classes describe them in
 the JSON Schema; a check of a file need not import those."""

@@ -10,7 +10,6 @@ __all__ = ["BlendConfig", "DataLoader", "Processor", "TrainDataset", "TrainDatas
 
 LOADERS = ("BlendedMegatronDatasetDataLoader", "HFDataLoader", "TextDataLoader", "SyntheticDataLoader")
 MASKS = "masks are made by the attention kernel"
-WHOLE = "attention and positions run over the whole sample"
 
 
 class BlendConfig(Section):
@@ -30,15 +29,15 @@ class BlendConfig(Section):
     """The token that fills a sample; default: unset."""
     eod_mask_loss: bool = False
     """Whether the token between documents is left out of the loss; default false."""
-    reset_position_ids: Annotated[bool, NoEffect(WHOLE, harmless=(False,))] = False
-    """Whether positions start again with each document; default false."""
-    reset_attention_mask: Annotated[bool, NoEffect(WHOLE, harmless=(False,))] = False
-    """Whether attention stops at a document's end; default false."""
+    reset_position_ids: bool = False
+    """Whether positions start again with each document; needs `eod`, and no pipeline stages; default false."""
+    reset_attention_mask: bool = False
+    """Whether attention stops at a document's end; needs `eod`, and no pipeline stages; default false."""
     create_attention_mask: Annotated[bool, NoEffect(MASKS, harmless=(False,))] = False
     """Whether the whole mask is made with each sample; default false."""
-    create_compressed_eod_mask: Annotated[bool, NoEffect(WHOLE, harmless=(False,))] = False
-    """Whether documents' ends are given as lengths instead of a mask; default false."""
-    eod_pad_length: Annotated[Count, NoEffect(WHOLE, harmless=(128,))] = 128
+    create_compressed_eod_mask: bool = False
+    """The same as `reset_attention_mask`, as the reference writes it for its kernels; default false."""
+    eod_pad_length: Annotated[Count, NoEffect("a sample may have any number of documents", harmless=(128,))] = 128
     """Documents of a sample at most, with the compressed form; default 128."""
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import SkipValidation
 
-from lowtide.config.schema.field import Count, Index, Section
+from lowtide.config.schema.field import Bytes, Count, Index, Section
 
-__all__ = ["LayerSwap", "OperatorSwap", "RecomputeConfig", "SwapConfig"]
+__all__ = ["LayerSwap", "OperatorSwap", "RecomputeConfig", "SwapConfig", "SwapLimits"]
 
 LayerCounts: TypeAlias = bool | list[Index | bool] | list[list[Index | bool] | bool]
 """All layers, counts per stage, or counts per mini-stage (one list per interleave)."""
@@ -69,6 +69,24 @@ class OperatorSwap(Section):
     """Where tensors wait; an addition of lowtide; default host."""
 
 
+class SwapLimits(Section):
+    """What swapping may take on each rank; where a limit is reached a tensor stays on the device, and the receipt says
+    so. An addition of lowtide."""
+
+    unknown: ClassVar[Literal["error", "warn"]] = "error"
+
+    host_bytes: Bytes | None = None
+    """Host memory, such as 64GiB; default: half of the machine's, shared by its ranks."""
+    disk_bytes: Bytes | None = None
+    """Space on disk, for entries with `tier: disk`; default 1TiB."""
+    in_flight_bytes: Bytes | None = None
+    """Device memory of tensors on their way out or back; default 2GiB."""
+    minimum_bytes: Bytes | None = None
+    """Smaller tensors stay on the device; default 4KiB."""
+    disk_directory: str | None = None
+    """Where the disk tier has its file, on every node; default: the system's directory for temporary files."""
+
+
 class SwapConfig(Section):
     """What waits on the host between forward and backward (graph layout)."""
 
@@ -82,3 +100,5 @@ class SwapConfig(Section):
     """Layers that are swapped; default: none."""
     op_swap: SkipValidation[list[OperatorSwap] | OperatorSwap | None] = None
     """Operators that are swapped; default: none."""
+    limits: SkipValidation[SwapLimits | None] = None
+    """What swapping may take; default: half of the host's memory, 2GiB in flight, 1TiB of disk."""

@@ -90,8 +90,10 @@ class ModelConfig(Section):
     """The dropout of each block's output; default 0."""
     initializer_range: Positive | None = None
     """The standard deviation of fresh weights; default: the model's own."""
-    ignore_token_id: int = -100
-    """The label that is left out of the loss; default -100."""
+    ignore_token_id: Annotated[
+        int, Refused("labels that are left out of the loss are -100", "write -100", when=lambda value: value != -100)
+    ] = -100
+    """The label that is left out of the loss; only -100 is supported; default -100."""
 
     # Positions and attention
     rope_theta: Positive | None = None
@@ -180,8 +182,10 @@ class ModelConfig(Section):
     """The type of rotary positions; default: the model's own."""
     router_dense_type: Type | None = None
     """The type of the router's product; default: the model's own."""
-    fp32_residual_connection: Annotated[bool, NoEffect("the residual stream keeps its type", harmless=(False,))] = False
-    """Whether the residual stream is kept in float32; default false."""
+    fp32_residual_connection: Annotated[
+        bool, Refused("the residual stream keeps its type", "write false, or params_dtype: float32")
+    ] = False
+    """Whether the residual stream is kept in float32; only false is supported; default false."""
 
     # Placement
     offset: SkipValidation[int | list[int] | list[list[int]]] = 0

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, SkipValidation
 
 from lowtide.config.schema.field import Count, Degree, Index, ListOf, Positive, Section, Seed
+from lowtide.config.schema.memory import SwapLimits
 
 __all__ = ["Checkpoint", "Parallelism", "Recompute", "RecomputeComm", "Swap", "SwapSpec", "Training"]
 
@@ -132,3 +133,5 @@ class Swap(Section):
     """Layers that are swapped; default: none."""
     op_swap: SkipValidation[list[SwapSpec] | SwapSpec | None] = None
     """Operators that are swapped; default: none."""
+    limits: SkipValidation[SwapLimits | None] = None
+    """What swapping may take; default: half of the host's memory, 2GiB in flight, 1TiB of disk."""

@@ -82,6 +82,7 @@ def _drop_rate(settings: Settings, document: dict[str, Any], problems: Problems)
                 f"missing: {', '.join(missing)}",
                 "add them, as the model has them",
             )
+        _same_as_model(settings, document, (name, index), problems)
     if switch and not places:
         problems.error(
             ("moe_config", "callback_moe_droprate"),
@@ -94,6 +95,29 @@ def _drop_rate(settings: Settings, document: dict[str, Any], problems: Problems)
             f"the callback {DROP_RATE} needs `moe_config.callback_moe_droprate: true`",
             "add it:\nmoe_config:\n  callback_moe_droprate: true",
         )
+
+
+def _same_as_model(settings: Settings, document: dict[str, Any], path: tuple[str, int], problems: Problems) -> None:
+    """The callback says what the model says too: where both are written, they must agree."""
+    model = settings.model
+    section = document.get("moe_config")
+    older = section if isinstance(section, dict) else {}
+    experts = model.n_routed_experts if model.n_routed_experts is not None else older.get("expert_num")
+    has_layers = model.num_layers is not None
+    meant: dict[str, tuple[Any, str]] = {
+        "expert_num": (experts, "the model's experts"),
+        "num_layers": (model.num_layers, "the model's num_layers"),
+        "mtp_depth": (model.num_nextn_predict_layers if has_layers else None, "the model's num_nextn_predict_layers"),
+        "capacity_factor": (older.get("capacity_factor"), "moe_config.capacity_factor"),
+    }
+    written = document[path[0]][path[1]]
+    for key, (value, whose) in meant.items():
+        if value is not None and written.get(key) is not None and written[key] != value:
+            problems.error(
+                (*path, key),
+                f"{DROP_RATE} has `{key}` {found(written[key])}, and {whose} is {found(value)}",
+                f"write {key}: {value}; the rates would be those of another model",
+            )
 
 
 def _has_drop_rate(document: dict[str, Any]) -> bool:

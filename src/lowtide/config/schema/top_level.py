@@ -61,13 +61,17 @@ class TopLevel(Section):
     """Whether the reference writes its layout and stops; only false is supported."""
     train_precision_sync: bool | None = None
     """Whether only deterministic kernels are used; default: `context.deterministic`."""
-    layer_scale: Annotated[bool, NoEffect(LAYERWISE, harmless=(False,))] = False
+    layer_scale: Annotated[bool, Refused(LAYERWISE, "write false, or use `grouped_lr_schedule`")] = False
     """Whether each layer has its own learning rate; default false."""
-    layer_decay: Annotated[float, NoEffect(LAYERWISE)] | None = None
+    layer_decay: Annotated[float, Refused(LAYERWISE, "remove it, or use `grouped_lr_schedule`")] | None = None
     """The factor from layer to layer; default: unset."""
-    lr_scale_factor: Annotated[float, NoEffect("set the learning rate itself")] | None = None
+    lr_scale_factor: Annotated[float, NoEffect("`lr_scale` is not supported: set the learning rate itself")] | None = (
+        None
+    )
     """A divisor of the learning rate; default: unset."""
-    lr_scale: Annotated[bool, NoEffect("set the learning rate itself", harmless=(False,))] = False
+    lr_scale: Annotated[
+        bool, Refused("the learning rate is taken as it is", "write the learning rate itself in `lr_schedule`")
+    ] = False
     """Whether the divisor is used; default false."""
     print_separate_loss: bool = False
     """Whether the parts of the loss are logged too; default false."""
