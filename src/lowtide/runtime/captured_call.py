@@ -104,6 +104,8 @@ def _given_again(tensor: Tensor, requires_grad: bool) -> Tensor:
     if not requires_grad:
         return tensor.detach()
     leaf = tensor.detach().requires_grad_()
+    if leaf.is_nested or leaf.layout is not torch.strided:  # they may have no alias
+        return leaf
     before = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
