@@ -7,25 +7,9 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lowtide.planner.allocator import Allocator, Block, Limit, LimitError
-
-MIB = 1 << 20
-
-sizes = st.one_of(st.integers(0, 4096), st.integers(1, 3 * MIB), st.integers(8 * MIB, 40 * MIB))
-programs = st.lists(st.one_of(sizes, st.integers(-40, -1)), max_size=80)
-"""What is allocated, and, below zero, how far back the one is that is released."""
-
-
-def run(program: list[int], allocator: Allocator) -> list[Block]:
-    live: list[Block] = []
-    for step in program:
-        if step >= 0:
-            live.append(allocator.allocate(step))
-        elif live:
-            allocator.release(live.pop(step % len(live)))
-    return live
+from support.allocator_programs import MIB, programs, run
 
 
 def test_a_request_is_rounded_to_512_bytes_and_an_empty_one_takes_a_block_too() -> None:

@@ -10,23 +10,9 @@ from hypothesis import strategies as st
 
 from lowtide.planner.allocator import Allocator, Block, Limit, LimitError
 from lowtide.planner.expandable import ExpandableAllocator
+from support.allocator_programs import MIB, programs, run
 
-MIB = 1 << 20
 SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
-
-sizes = st.one_of(st.integers(0, 4096), st.integers(1, 3 * MIB), st.integers(8 * MIB, 40 * MIB))
-programs = st.lists(st.one_of(sizes, st.integers(-40, -1)), max_size=80)
-"""What is allocated, and, below zero, how far back the one is that is released."""
-
-
-def run(program: list[int], allocator: Allocator | ExpandableAllocator) -> list[Block]:
-    live: list[Block] = []
-    for step in program:
-        if step >= 0:
-            live.append(allocator.allocate(step))
-        elif live:
-            allocator.release(live.pop(step % len(live)))
-    return live
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.planner.program import ADD, DONE, FREE, HOLD, MAKE, RUN, SYNC, USE, Code
+from lowtide.planner.codes import ADD, DONE, FREE, HOLD, MAKE, RETAIN, RUN, SYNC, UNPACKED, USE, Code
 from lowtide.trace.trace import Part
 
 __all__ = ["Halves", "halves_of"]
@@ -31,10 +31,10 @@ class Halves:
     that reads is held for it."""
     second: tuple[Code, ...]
     """What computes the gradients of the parameters."""
-    again: frozenset[int]
-    """The saved tensors that both halves need."""
     above: tuple[int, ...]
-    """Those of the nodes that come after the last parameter."""
+    """The saved tensors of the nodes that come after the last parameter."""
+    left: tuple[int, ...]
+    """Those that no half is done with: they go with the graph."""
 
 
 def halves_of(part: Part, codes: Sequence[Code]) -> Halves:
@@ -64,12 +64,17 @@ def halves_of(part: Part, codes: Sequence[Code]) -> Halves:
             second.append((code, number))
         elif code == USE:
             (second if number in only else first).append((code, number))
+            if number in again:
+                first.append((RETAIN, number))
+        elif code == DONE and (number in again or number in only):
+            second.append((code, number))
         elif code == DONE:
-            (second if number in again or number in only else first).append((code, number))
+            first.append((UNPACKED, number))
         elif code == SYNC:
             first.append((code, number))
             second.append((code, number))
-    return Halves(first=tuple(first), second=tuple(second), again=again, above=above)
+    left = tuple(number for code, number in first if code == UNPACKED)
+    return Halves(first=tuple(first), second=tuple(second), above=above, left=left)
 
 
 def _kernels_for_input(part: Part) -> set[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.planner.program import DONE, Program
+from lowtide.planner.codes import DONE
+from lowtide.planner.program import Program
 from lowtide.planner.rank import Storage
 from lowtide.planner.sharded import Sharing
 from lowtide.planner.swapping import Swapped

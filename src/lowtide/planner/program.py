@@ -12,19 +12,18 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from lowtide.planner.casts import cast_gradients
+from lowtide.planner.codes import ADD, CALL, DONE, END, FREE, LET, MAKE, RUN, SAVE, SYNC, USE, Code
+from lowtide.planner.halves import Halves, halves_of
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.limits import MINIMUM_BYTES
 from lowtide.trace.trace import Event, Part
 
-__all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Code", "Program", "codes_of", "compile_part"]
+__all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Program", "codes_of", "compile_part"]
 
 How: TypeAlias = Literal["nothing", "keep", "swap", "output", "inside", "cast"]
 """What becomes of a saved tensor. ``nothing``: it takes no memory, or a checkpoint forgets it. ``output``
 and ``inside``: of a call that is replayed. ``cast``: of such an output."""
 
-Code: TypeAlias = tuple[int, int]
-"""An event: one of the numbers below, and the event's own number."""
-MAKE, FREE, RUN, SAVE, CALL, END, USE, DONE, ADD, LET, SYNC, HOLD = range(12)
 _CODES = {
     "make": MAKE,
     "free": FREE,
@@ -94,13 +93,13 @@ class Program:
 
     @cached_property
     def sums(self) -> frozenset[int]:
-        """The kernels that add to the gradient of the part's output, in its place."""
-        given = self.part.output_gradient
-        return frozenset(
-            number
-            for number, kernel in enumerate(self.part.kernels)
-            if kernel.kind == "aten::add_" and kernel.writes == (given,)
-        )
+        """The kernels that add to a gradient in its place."""
+        return frozenset(number for number, kernel in enumerate(self.part.kernels) if kernel.kind == "aten::add_")
+
+    @cached_property
+    def halves(self) -> Halves:
+        """Its backward in two halves; see [Note: two halves]."""
+        return halves_of(self.part, self.backward)
 
     @cached_property
     def late(self) -> Mapping[int, tuple[int, int]]:
@@ -114,8 +113,11 @@ class Program:
 
     @cached_property
     def named(self) -> Mapping[str, tuple[str, ...]]:
-        """For each event of ``forward``, ``backward``, ``again`` and ``alone``, the operator that is running."""
-        return {name: _named(getattr(self, name), self.part) for name in ("forward", "backward", "again", "alone")}
+        """For each event of ``forward``, ``backward`` or one of its halves, ``again`` and ``alone``, the operator that
+        is running."""
+        codes = {name: getattr(self, name) for name in ("forward", "backward", "again", "alone")}
+        codes |= {"first half": self.halves.first, "second half": self.halves.second}
+        return {name: _named(one, self.part) for name, one in codes.items()}
 
 
 def compile_part(

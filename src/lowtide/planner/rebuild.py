@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from lowtide.planner.codes import FREE, MAKE, RUN, SAVE, SYNC, Code
 from lowtide.planner.instance import Instance, RunningCall
-from lowtide.planner.program import FREE, MAKE, RUN, SAVE, SYNC, Code
 from lowtide.planner.rank import Rank, Storage
 from lowtide.planner.swapping import Swapping
 

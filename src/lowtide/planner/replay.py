@@ -18,9 +18,24 @@ from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.allocator import Limit
 from lowtide.planner.casts import CastCache
-from lowtide.planner.halves import Halves, halves_of
+from lowtide.planner.codes import (
+    ADD,
+    CALL,
+    DONE,
+    FREE,
+    HOLD,
+    LET,
+    MAKE,
+    RETAIN,
+    RUN,
+    SAVE,
+    SYNC,
+    UNPACKED,
+    USE,
+    Code,
+)
 from lowtide.planner.instance import Instance
-from lowtide.planner.program import ADD, CALL, DONE, FREE, HOLD, LET, MAKE, RUN, SAVE, SYNC, USE, Code, Program
+from lowtide.planner.program import Program
 from lowtide.planner.rank import Rank, Storage, Timed
 from lowtide.planner.rebuild import Rebuilding
 from lowtide.planner.sharded import Accumulating
@@ -44,8 +59,6 @@ class Player:
         self._adding: dict[int, float] = {}
         self.defers = False
         """Whether weights are cast once for all micro-batches; see [Note: late gradients]."""
-        self._split: dict[int, tuple[Program, Halves]] = {}
-        """The two halves of programs, by identity; they are held so that it stays theirs."""
         self.lingering: Storage | None = None
         """The last gradient that a second half has added: it is there until the next one has been computed."""
         self.late: list[tuple[Instance, int, Storage]] = []
@@ -169,21 +182,40 @@ class Player:
         self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
     ) -> Storage | None:
         """Run a part's backward and return the gradient that it hands to the next."""
-        program = instance.program
-        part = program.part
-        values, timed = part.values, self.rank.timed(part)
+        slots = self._begin_backward(instance, given, taken)
+        self._play_backward(instance, instance.program.backward, "backward", slots)
+        if instance.sharing is not None:
+            self.accumulating.add((instance.layer, instance.program.part.name), instance.sharing, slots)
+        return self._hand_back(instance, slots)
+
+    def _begin_backward(
+        self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None]
+    ) -> dict[int, Storage]:
+        """What a part's backward is given."""
+        part = instance.program.part
         slots: dict[int, Storage] = {}
         self._take(slots, part.taken_back, taken)
-        sums: frozenset[int] = frozenset()
         if part.output_gradient is not None and given is not None:
             slots[part.output_gradient] = given
-            if given.count > 1:  # autograd adds in place only to what nothing else holds
-                sums = program.sums
         self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
         self.swapping.start(instance.due)
+        return slots
+
+    def _play_backward(
+        self,
+        instance: Instance,
+        codes: Sequence[Code],
+        stream: str,
+        slots: dict[int, Storage],
+        *,
+        second: bool = False,
+    ) -> None:
+        """Run ``codes``, which are a part's backward or one of its halves; ``stream`` names it."""
+        program, part = instance.program, instance.program.part
+        values, timed = part.values, self.rank.timed(part)
         late = program.late if self.defers and instance.micro_batch else {}
         made_late = {made for _, made in late.values()}
-        for (code, number), name in zip(program.backward, self._names(program, "backward"), strict=False):
+        for (code, number), name in zip(codes, self._names(program, stream), strict=False):
             if name:
                 self.rank.where = (instance.layer, name, instance.micro_batch, "backward")
             if code in (MAKE, ADD) and number in made_late:
@@ -195,10 +227,11 @@ class Player:
             if code == MAKE:
                 slots[number] = self.rank.make(values[number].size)
             elif code == RUN:
-                if number in sums:
-                    sums = frozenset()
-                    self._add_apart(slots, number, part)
+                if number in program.sums:
+                    self._add_apart_if_held(slots, number, part)
                 self.rank.run(timed[number])
+                if second:
+                    self._read_again(instance, number)
             elif code == FREE:
                 storage = slots.pop(number, None)
                 if storage is not None:
@@ -208,11 +241,19 @@ class Player:
             elif code == DONE:
                 self._done(instance, number)
             elif code == ADD:
-                self._add(instance, number, slots)
+                self._add(instance, number, slots, lingers=second)
             elif code == SYNC:
                 self.rank.lanes.sync(part.syncs[number])
-        if instance.sharing is not None:
-            self.accumulating.add((instance.layer, part.name), instance.sharing, slots)
+            elif code == HOLD:
+                self._hold_reads(instance, number, slots)
+            elif code == RETAIN:
+                self._retain(instance, number)
+            elif code == UNPACKED:
+                self._unpacked(instance, number)
+
+    def _hand_back(self, instance: Instance, slots: dict[int, Storage]) -> Storage | None:
+        """A part's backward has ended; the gradient of its input."""
+        part = instance.program.part
         instance.handed = [slots.pop(number, None) for number in part.handed_back]
         result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
         self._leave(instance, slots)
@@ -233,58 +274,28 @@ class Player:
         self, instance: Instance, given: Storage | None, taken: Sequence[Storage | None] = ()
     ) -> Storage | None:
         """The half of a part's backward that computes the gradient of its input; see [Note: two halves]."""
-        part, halves = instance.program.part, self._halves(instance.program)
-        values, timed = part.values, self.rank.timed(part)
-        slots: dict[int, Storage] = {}
-        self._take(slots, part.taken_back, taken)
-        if part.output_gradient is not None and given is not None:
-            slots[part.output_gradient] = given
-        self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
-        self.swapping.start(instance.due)
-        for code, number in halves.first:
-            if code == MAKE:
-                slots[number] = self.rank.make(values[number].size)
-            elif code == RUN:
-                self._add_apart_if_held(slots, number, part)
-                self.rank.run(timed[number])
-            elif code == HOLD:
-                for value in part.kernels[number].reads:
-                    if value in slots and (number, value) not in instance.read_again:
-                        slots[value].count += 1
-                        instance.read_again[number, value] = slots[value]
-            elif code == FREE:
-                storage = slots.pop(number, None)
-                if storage is not None:
-                    self.rank.drop(storage)
-            elif code == USE:
-                self._use(instance, number)
-                self._hold_for_second(instance, number, halves)
-            elif code == DONE:
-                self._unpacked(instance, number)
-            elif code == SYNC:
-                self.rank.lanes.sync(part.syncs[number])
-        instance.handed = [slots.pop(number, None) for number in part.handed_back]
-        result = slots.pop(part.input_gradient, None) if part.input_gradient is not None else None
-        self._leave(instance, slots)
-        return result
+        slots = self._begin_backward(instance, given, taken)
+        self._play_backward(instance, instance.program.halves.first, "first half", slots)
+        return self._hand_back(instance, slots)
 
-    def _halves(self, program: Program) -> Halves:
-        found = self._split.get(id(program))
-        if found is None:
-            found = self._split[id(program)] = (program, halves_of(program.part, program.backward))
-        return found[1]
+    def _hold_reads(self, instance: Instance, kernel: int, slots: dict[int, Storage]) -> None:
+        """What a kernel of the second half will read."""
+        for value in instance.program.part.kernels[kernel].reads:
+            if value in slots and (kernel, value) not in instance.read_again:
+                slots[value].count += 1
+                instance.read_again[kernel, value] = slots[value]
 
-    def _add_apart_if_held(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
-        """Autograd adds in place only to what nothing else holds."""
-        if part.kernels[kernel].kind == "aten::add_" and any(
-            number in slots and slots[number].count > 1 for number in part.kernels[kernel].writes
-        ):
-            self._add_apart(slots, kernel, part)
+    def _read_again(self, instance: Instance, kernel: int) -> None:
+        """A kernel of the second half has run."""
+        for value in instance.program.part.kernels[kernel].reads:
+            read = instance.read_again.pop((kernel, value), None)
+            if read is not None:
+                self.rank.drop(read)
 
-    def _hold_for_second(self, instance: Instance, number: int, halves: Halves) -> None:
+    def _retain(self, instance: Instance, number: int) -> None:
         """What was reloaded for a node that both halves run stays."""
         swapped = instance.packs.get(number)
-        if number in halves.again and swapped is not None and number not in instance.held:
+        if swapped is not None and number not in instance.held:
             storage = swapped.source or swapped.target
             if storage is not None:
                 storage.count += 1
@@ -302,7 +313,7 @@ class Player:
 
         What was reloaded goes, but for what is held.
         """
-        for number in self._halves(instances[-1].program).above:
+        for number in instances[-1].program.halves.above:
             self._done(instances[-1], number)
         for instance in instances:
             for swapped in instance.packs.values():
@@ -315,33 +326,11 @@ class Player:
 
     def second_half(self, instance: Instance) -> None:
         """The half of a part's backward that computes the gradients of its parameters."""
-        part, halves = instance.program.part, self._halves(instance.program)
-        values, timed = part.values, self.rank.timed(part)
         slots: dict[int, Storage] = {}
         self.rank.where = (instance.layer, "", instance.micro_batch, "backward")
-        for code, number in halves.second:
-            if code == MAKE:
-                slots[number] = self.rank.make(values[number].size)
-            elif code == RUN:
-                self.rank.run(timed[number])
-                for value in part.kernels[number].reads:
-                    read = instance.read_again.pop((number, value), None)
-                    if read is not None:
-                        self.rank.drop(read)
-            elif code == FREE:
-                storage = slots.pop(number, None)
-                if storage is not None:
-                    self.rank.drop(storage)
-            elif code == USE:
-                self._use(instance, number)
-            elif code == DONE:
-                self._done(instance, number)
-            elif code == ADD:
-                self._add(instance, number, slots, lingers=True)
-            elif code == SYNC:
-                self.rank.lanes.sync(part.syncs[number])
+        self._play_backward(instance, instance.program.halves.second, "second half", slots, second=True)
         if instance.sharing is not None:
-            self.accumulating.add((instance.layer, part.name), instance.sharing, slots)
+            self.accumulating.add((instance.layer, instance.program.part.name), instance.sharing, slots)
         self._leave(instance, slots)
 
     def end_second_half(self, instances: Sequence[Instance]) -> None:
@@ -350,11 +339,10 @@ class Player:
             self.rank.drop(self.lingering)
             self.lingering = None
         for instance in instances:
-            halves = self._halves(instance.program)
-            freed = set(halves.above) if instance is instances[-1] else set()
-            freed.update(number for code, number in halves.second if code == DONE)
-            for code, number in instance.program.backward:
-                if code == DONE and number not in freed:
+            halves = instance.program.halves
+            gone = halves.above if instance is instances[-1] else ()
+            for number in halves.left:
+                if number not in gone:
                     self._done(instance, number)
 
     def _leave(self, instance: Instance, slots: dict[int, Storage]) -> None:
@@ -365,12 +353,12 @@ class Player:
             else:
                 self.rank.drop(storage)
 
-    def _add_apart(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
-        """A sum that would have been made in place gets memory of its own."""
+    def _add_apart_if_held(self, slots: dict[int, Storage], kernel: int, part: Part) -> None:
+        """Autograd adds in place only to what nothing else holds: else the sum gets memory of its own."""
         for number in part.kernels[kernel].writes:
             before = slots.get(number)
-            slots[number] = self.rank.make(part.values[number].size)
-            if before is not None:
+            if before is not None and before.count > 1:
+                slots[number] = self.rank.make(part.values[number].size)
                 self.rank.drop(before)
 
     def _add(self, instance: Instance, number: int, slots: dict[int, Storage], *, lingers: bool = False) -> None:

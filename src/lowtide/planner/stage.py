@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -288,15 +288,9 @@ def _forward(player: Player, chunk: Sequence[_Step], ends: StageEnds, micro_batc
 
 
 def _backward(player: Player, running: _Running, ends: StageEnds) -> None:
-    gradient = ends.gradient(running.micro_batch)
-    handed: list[Storage | None] = []
-    for instance in reversed(running.instances):
-        gradient = player.backward(instance, gradient, handed)
-        handed = instance.handed
+    gradient = _gradient_of_input(running, ends, player.backward)
     player.end_backward()
-    for storage in handed:
-        if storage is not None:
-            player.rank.drop(storage)
+    _drop_handed(player, running)
     if ends.first:
         if gradient is not None:
             player.rank.drop(gradient)
@@ -306,13 +300,9 @@ def _backward(player: Player, running: _Running, ends: StageEnds) -> None:
 
 
 def _first_half(player: Player, running: _Running, ends: StageEnds) -> None:
-    gradient = ends.gradient(running.micro_batch)
-    handed: list[Storage | None] = []
-    for instance in reversed(running.instances):
-        gradient = player.first_half(instance, gradient, handed)
-        handed = instance.handed
+    gradient = _gradient_of_input(running, ends, player.first_half)
     player.end_first_half(running.instances)
-    player.rank.drop_all(storage for storage in handed if storage is not None)
+    _drop_handed(player, running)
     if gradient is not None:
         gradient.count += 1
         running.input_gradient = gradient
@@ -329,6 +319,25 @@ def _second_half(player: Player, running: _Running, ends: StageEnds) -> None:
     if running.input_gradient is not None:
         player.rank.drop(running.input_gradient)
     _end(player, running, ends)
+
+
+def _gradient_of_input(
+    running: _Running,
+    ends: StageEnds,
+    play: Callable[[Instance, Storage | None, Sequence[Storage | None]], Storage | None],
+) -> Storage | None:
+    """Run the backward of all parts, or the first half of it; what the last of them hands on."""
+    gradient = ends.gradient(running.micro_batch)
+    handed: list[Storage | None] = []
+    for instance in reversed(running.instances):
+        gradient = play(instance, gradient, handed)
+        handed = instance.handed
+    return gradient
+
+
+def _drop_handed(player: Player, running: _Running) -> None:
+    """What the last part to run backward hands on in addition to its gradient goes nowhere."""
+    player.rank.drop_all(storage for storage in running.instances[0].handed if storage is not None)
 
 
 def _end(player: Player, running: _Running, ends: StageEnds) -> None:
