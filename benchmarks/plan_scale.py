@@ -191,10 +191,10 @@ def solving_seconds(planned: Planned) -> float:
 
 def show(result: dict[str, Any]) -> None:
     limits = {
-        "deepseek_total_s": "< 60",
-        "deepseek_solve_s": "< 5",
-        "llama405_total_s": "< 60",
-        "llama405_solve_s": "< 5",
+        "deepseek_total_s": "< 45",
+        "deepseek_solve_s": "< 4",
+        "llama405_total_s": "< 45",
+        "llama405_solve_s": "< 4",
         "device_count_ratio": "<= 1.2",
         "guide_policy_speedup": "> 1",
     }

@@ -62,7 +62,7 @@ one stage only, since each of these takes a simulation."""
 CLOSE_OF_MANY = 0.03
 STALL_OF_MANY = 0.01
 FASTER = 0.98
-GAP_OF_MANY = 4e-3
+GAP_OF_MANY = 2e-3
 """The gap at which HiGHS stops for one of many stages: the simulator moves its budget by more than that."""
 ROUNDS_OF_MANY = 2
 
