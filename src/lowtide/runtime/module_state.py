@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +22,7 @@ from lowtide._torch_private.modes import unseen_by_modes
 from lowtide._torch_private.modules import buffers_of, parameters_of, submodules_of
 from lowtide._torch_private.storages import storage_bytes
 from lowtide._torch_private.subclasses import PLAIN
-from lowtide._torch_private.versions import own_version, version_of
+from lowtide._torch_private.versions import version_of, versions_of
 from lowtide.errors import RebuildError
 from lowtide.runtime.arguments import is_shared
 from lowtide.runtime.outside import Outside, Variable
@@ -178,16 +178,16 @@ class Attributes:
 class ModuleStates:
     """Some modules as they are now, but for their buffers: see :class:`BufferCopies`."""
 
-    __slots__ = ("attributes", "gradients", "parameters", "tensor_versions", "versions")
+    __slots__ = ("attributes", "gradients", "parameters", "tensors", "versions")
 
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
         self.parameters: tuple[Tensor | None, ...] = tuple(map(dict.get, *attributes.parameters))
-        self.versions = _versions(self.parameters)
-        self.gradients = [one is not None and one.requires_grad for one in self.parameters]
-        """Which parameters were to get one."""
-        self.tensor_versions = [version_of(tensor) for _, tensor in attributes.tensors]
-        """Of those among the attributes."""
+        self.tensors = [one for one in self.parameters if one is not None]
+        """The parameters that there are, then the tensors among the attributes."""
+        self.tensors += [tensor for _, tensor in attributes.tensors]
+        self.versions = versions_of(self.tensors)
+        self.gradients = list(map(_requires_grad, self.tensors))
 
     @property
     def generators(self) -> list[Any]:
@@ -234,13 +234,13 @@ class ModuleStates:
         return undo
 
     def _refuse_written(self, whose: str) -> None:
-        versions = _versions(self.parameters)
-        more = [version_of(tensor) for _, tensor in self.attributes.tensors]
-        if versions == self.versions and more == self.tensor_versions:
+        found = versions_of(self.tensors)
+        if found == self.versions:
             return
-        names = [*self.attributes.parameters[1], *(name for name, _ in self.attributes.tensors)]
-        found, expected = [*versions, *more], [*self.versions, *self.tensor_versions]
-        name, version, wanted = next(row for row in zip(names, found, expected, strict=True) if row[1] != row[2])
+        of_parameters = zip(self.attributes.parameters[1], self.parameters, strict=True)
+        names = [name for name, one in of_parameters if one is not None]
+        names += [name for name, _ in self.attributes.tensors]
+        name, version, wanted = next(row for row in zip(names, found, self.versions, strict=True) if row[1] != row[2])
         raise RebuildError(
             f"{whose} cannot be recomputed: {name}, a tensor of its module, was changed in place after it ran"
             f" (version {version}, expected {wanted}); keep it"
@@ -248,8 +248,11 @@ class ModuleStates:
 
     def _toggled(self) -> list[tuple[Tensor, bool]]:
         """The parameters that were frozen or thawed since, with what they were."""
-        pairs = zip(self.parameters, self.gradients, strict=True)
-        return [(one, was) for one, was in pairs if one is not None and one.requires_grad != was and one.is_leaf]
+        if list(map(_requires_grad, self.tensors)) == self.gradients:
+            return []
+        count = len(self.tensors) - len(self.attributes.tensors)
+        pairs = list(zip(self.tensors, self.gradients, strict=True))[:count]
+        return [(one, was) for one, was in pairs if one.requires_grad != was and one.is_leaf]
 
     def _others(self, whose: str) -> list[tuple[dict[str, Any], str, Tensor]]:
         """The parameters that were replaced since."""
@@ -271,6 +274,7 @@ class ModuleStates:
 
 
 _MISSING = object()
+_requires_grad = attrgetter("requires_grad")
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -282,14 +286,6 @@ def _slots(found: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[list
     """For each name, the mapping that it is in; for ``map``, which reads them all at once."""
     pairs = [(holder, name) for holder, names in found for name in names]
     return [holder for holder, _ in pairs], [name for _, name in pairs]
-
-
-def _versions(tensors: Iterable[Tensor | None]) -> list[int]:
-    """As :func:`version_of` has them."""
-    return [
-        0 if one is None else own_version(one) if type(one) in PLAIN and not one.is_inference() else version_of(one)
-        for one in tensors
-    ]
 
 
 def _contents(value: Any) -> list[Any]:

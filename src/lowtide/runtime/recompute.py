@@ -290,7 +290,7 @@ def _entered(contexts: list[AbstractContextManager[None]]) -> Callable[[], objec
 
 def _held(value: Any) -> Any:
     """What the checkpoint holds in place of an argument: itself, unless it can change."""
-    if value is None or isinstance(value, torch.Tensor) or is_shared(value):
+    if value is None or isinstance(value, torch.Tensor) or (type(value) is not tuple and is_shared(value)):
         return value
     copied = Copied(value)
     return value if copied.fixed and not copied.tensors else _Argument(value, copied)
