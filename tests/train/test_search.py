@@ -14,12 +14,14 @@ from lowtide.errors import PlanError
 from lowtide.models.known import SHAPES
 from lowtide.models.shape import DecoderShape
 from lowtide.planner.plan import Plan
+from lowtide.planner.simulate import simulate
 from lowtide.planner.simulation import Simulation
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
+from lowtide.trace.trace import Trace
 from lowtide.train.candidates import Candidate, candidates, least_memory, least_time
 from lowtide.train.exports import megatron, run_yaml, torchtitan
 from lowtide.train.run import Degrees, Precision
-from lowtide.train.search import Asked, evaluate, search, size_of, traced_rank
+from lowtide.train.search import Asked, LeftOut, evaluate, search, size_of, traced_rank
 
 SHAPE = DecoderShape(
     vocab_size=512, hidden_size=256, num_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64,
@@ -104,16 +106,39 @@ def test_layouts_that_differ_in_virtual_stages_have_the_same_trace_and_a_known_o
 def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
     tight = replace(ASKED, budget=40 << 20)
     for candidate in all_of(tight)[::9]:
-        kept = evaluate(replace(tight, budget=1), candidate, plan=False)
-        assert isinstance(kept.outcome, Simulation)
-        brief = evaluate(tight, candidate, trace=kept.trace, kept=kept.outcome).outcome
-        full = evaluate(tight, candidate, trace=kept.trace, brief=False).outcome
+        trace, kept = kept_of(tight, candidate)
+        brief = evaluate(tight, candidate, trace=trace, kept=kept).outcome
+        full = evaluate(tight, candidate, trace=trace, brief=False).outcome
         assert type(brief) is type(full)
         if isinstance(brief, Plan) and isinstance(full, Plan):
-            assert brief.simulation.seconds >= full.simulation.seconds >= kept.outcome.seconds
+            assert brief.simulation.seconds >= full.simulation.seconds >= kept.seconds
             assert brief.simulation.reserved <= tight.budget
             assert (brief.bound, brief.curve, brief.simulation.stages[0].memory) == (None, (), ())
             assert full.bound is not None
+
+
+def kept_of(asked: Asked, candidate: Candidate) -> tuple[Trace, Simulation]:
+    trace = traced_rank(asked, candidate)
+    layers = len(trace.layers)
+    return trace, simulate(trace, Policy((LayerPolicy(),) * layers), asked.device, candidate.pipeline(layers))
+
+
+def test_what_is_known_of_a_layout_before_its_plan_is_a_bound() -> None:
+    impossible = planned = 0
+    for candidate in all_of(ASKED)[::9]:
+        trace, kept = kept_of(ASKED, candidate)
+        for share in (0.3, 0.9):
+            tight = replace(ASKED, budget=int(share * kept.reserved))
+            before = evaluate(tight, candidate, trace=trace, plan=False)
+            plan = evaluate(tight, candidate, trace=trace).outcome
+            if isinstance(before.outcome, LeftOut):
+                impossible += 1
+                assert isinstance(plan, LeftOut)
+            elif isinstance(plan, Plan):
+                assert kept.seconds <= before.least <= plan.simulation.seconds
+                planned += 1
+    assert impossible
+    assert planned
 
 
 def test_a_layout_that_is_always_planned_need_not_be_among_those_considered() -> None:

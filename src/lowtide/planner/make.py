@@ -35,7 +35,7 @@ from lowtide.policy import Policy, resolve
 from lowtide.trace.trace import Kernel, Trace
 from lowtide.units import format_bytes, parse_bytes
 
-__all__ = ["make_plan"]
+__all__ = ["least_step", "make_plan"]
 
 LINK_SHARES = (0.9, 1.0, 0.6)
 """How much of the time that copies can pass in swaps may take. The simulator says which is best; pipelines, which take
@@ -136,6 +136,24 @@ def make_plan(
     progress("simulating the plan")
     made = search.plan(found, options, bound, solve_seconds)
     return replace(made, notes=(*made.notes, *filter(None, notes)))
+
+
+def least_step(
+    trace: Trace,
+    budget: int,
+    device: Device,
+    pipeline: Pipeline,
+    kept: Simulation,
+    *,
+    swap: bool = True,
+    recompute: bool = True,
+) -> float:
+    """Seconds of a step that no Policy within ``budget`` is below, infinite if surely none is within it; much sooner
+    known than a plan. ``kept`` is the step that keeps everything."""
+    device = in_node(device, trace, pipeline)
+    search = _Search(trace, device, pipeline, (), budget, None, brief=True)
+    first = search.simple(kept, swap=swap, recompute=recompute)[0]
+    return search.bound(first, _Seconds(device), swap=swap, recompute=recompute)
 
 
 class _Seconds:

@@ -1,12 +1,12 @@
 """Search for the fastest layout of a model on some devices, with the best Policy of each.
 
 [Note: what is looked at]
-A layout's least time is first known from its FLOPs and collectives, then from its step with everything kept, which no
-Policy makes faster, then from its plan. What is looked at next is the one that is expected to be the fastest: FLOPs and
-collectives make up about the same share of each step, and those that were traced say which. The search ends when there
-are enough for a table and the least time of each layout that is not planned is more than the fastest plan's. The others
-of the table are the best that were met on the way; the plan of the fastest alone is compared with simple options,
-polished, and made with all that a report shows.
+A layout's least time is first known from its FLOPs and collectives, then from its step with everything kept and what
+must be freed of that (:mod:`lowtide.planner.bound`), then from its plan. What is looked at next is the one that is
+expected to be the fastest: FLOPs and collectives make up about the same share of each step, and those that were traced
+say which. The search ends when there are enough for a table and the least time of each layout that is not planned is
+more than the fastest plan's. The others of the table are the best that were met on the way; the plan of the fastest
+alone is compared with simple options, polished, and made with all that a report shows.
 
 What was found out of a layout is not found out again: its Trace, which others that differ in virtual stages share, and
 its step with everything kept go from process to process.
@@ -106,6 +106,8 @@ class Evaluated(NamedTuple):
     """Its plan, or why it has none; or its step with everything kept, which does not fit."""
     trace: Trace | None
     """None if it was known before, or could not be made."""
+    least: float = 0.0
+    """No Policy that fits has a faster step."""
 
 
 class _Waiting(NamedTuple):
@@ -200,7 +202,11 @@ def search(
             late = time.monotonic() - begin > seconds
             for item in [one for one in waiting if one.candidate not in always and (late or one.least > limit)]:
                 waiting.remove(item)
-                slower = "slower even with all kept" if item.kept else "slower by their FLOPs and collectives alone"
+                slower = (
+                    "slower at best with what must be freed"
+                    if item.kept
+                    else "slower by their FLOPs and collectives alone"
+                )
                 why = slower if item.least > fastest else "the time was up"
                 left_out.append(LeftOut(item.candidate, why, f"at least {item.least:.3g} s"))
             usual = median(ratios)
@@ -217,14 +223,14 @@ def search(
             progress(f"layouts: {len(traced)} traced, {len(found)} fit, {len(left_out)} left out, {len(waiting)} to go")
             done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set[Future[Evaluated]](), None)
             for future in done:
-                item, (outcome, trace) = running.pop(future), future.result()
+                item, (outcome, trace, least) = running.pop(future), future.result()
                 if trace is not None:
                     traces[item.candidate.traced_as] = trace
                 if isinstance(outcome, LeftOut):
                     left_out.append(outcome)
                 elif isinstance(outcome, Simulation):
-                    ratios.append(outcome.seconds / item.least)
-                    waiting.append(_Waiting(item.candidate, outcome.seconds, kept=outcome))
+                    ratios.append(least / item.least)
+                    waiting.append(_Waiting(item.candidate, least, kept=outcome))
                 else:
                     found.append(Found(item.candidate, outcome))
             left = {one.candidate.traced_as for one in (*waiting, *running.values())}
@@ -233,7 +239,7 @@ def search(
     if found:
         progress("planning the fastest in full")
         polish = time.monotonic() - begin < seconds / 2
-        best, _ = evaluate(asked, found[0].candidate, brief=False, polish=polish)
+        best = evaluate(asked, found[0].candidate, brief=False, polish=polish).outcome
         if isinstance(best, Plan) and best.simulation.seconds <= found[0].seconds:
             found[0] = Found(found[0].candidate, best)
     return Searched(
@@ -289,7 +295,7 @@ def evaluate(
     so is the plan. It is ``brief`` and not polished unless that is asked for; see
     :func:`~lowtide.planner.make.make_plan`. ``trace`` and ``kept`` are what is known of the layout."""
     from lowtide.planner.budget import budget_of
-    from lowtide.planner.make import make_plan
+    from lowtide.planner.make import least_step, make_plan
     from lowtide.planner.simulate import simulate
     from lowtide.policy import LayerPolicy, Policy
 
@@ -302,7 +308,12 @@ def evaluate(
             kept = simulate(trace, Policy((LayerPolicy(),) * len(trace.layers)), asked.device, pipeline)
         budget = budget_of(asked.device, trace, pipeline, budget=asked.budget, reserve=asked.reserve)
         if not plan and kept.reserved > budget.bytes:
-            return Evaluated(kept, made)
+            least = least_step(
+                trace, budget.bytes, asked.device, pipeline, kept, swap=asked.swap, recompute=asked.recompute
+            )
+            if least == inf:
+                return Evaluated(LeftOut(candidate, "no Policy fits", f"in {format_bytes(budget.bytes)}"), made)
+            return Evaluated(kept, made, least)
         found = make_plan(
             trace,
             budget,
