@@ -4,9 +4,11 @@
 
 llama3-70b on 64 H100 (steps of 512 samples of 8,192 tokens) and deepseek-v3 on 2,048 (steps of 15,360 of 4,096). Every
 layout that the runner has is considered. Published layouts are planned first, whatever is known of them, and ranked
-among all that were planned: for llama3-70b FSDP over 8 nodes with tensor parallel 8, as the torchtitan paper has it on
-256 H100 (arXiv 2410.06511); for deepseek-v3 16 stages with experts over 64 ranks (arXiv 2412.19437), whose schedule,
-DualPipe, and whose kernels of 8 bits the runner does not have.
+among all that were planned. For llama3-70b those are torchtitan's (docs/performance.md and the benchmark of async
+tensor parallel in its repository): FSDP alone over 64 A100 with one sample a rank, and FSDP over nodes with tensor
+parallel 8 inside and 16 samples, there on 256 H100; both recompute whole layers. For deepseek-v3 it is 16 stages with
+experts over 64 ranks (arXiv 2412.19437), whose schedule, DualPipe, and whose kernels of 8 bits the runner does not
+have.
 
 This takes up to ten minutes for each model: ``--quick`` searches llama3-8b on 8 devices for half a minute.
 """
@@ -49,7 +51,10 @@ CASES = (
         512,
         8192,
         500,
-        (Candidate(degrees=Degrees(shard=8, tensor=8, sequence_parallel=True), samples=8, micro_batches=8),),
+        (
+            Candidate(degrees=Degrees(shard=64), samples=1, micro_batches=8),
+            Candidate(degrees=Degrees(shard=8, tensor=8, sequence_parallel=True), samples=16, micro_batches=4),
+        ),
     ),
     Case(
         "deepseek-v3",
