@@ -47,7 +47,7 @@ from lowtide.train.traced import TracedRank, trace_rank
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from predict_cases import llama_shape, policies_for, use_machine
 from stamp import stamped
-from support.predicted_ranks import Measured, given_bytes, loss_of, measured_skew, measured_steps
+from support.predicted_ranks import Measured, given_bytes, measured_skew, measured_steps
 from support.ranks import Ranks
 
 LIMITS = {"peak_p95": 0.01, "peak_worst": 0.03, "time_p95": 0.03, "time_worst": 0.08}
@@ -182,7 +182,7 @@ def compare(layout: Layout, shape: DecoderShape, ranks: Ranks, rates: Rates, cou
 def traced(rank: TracedRank) -> Trace:
     """The Trace of a rank that is not there."""
     with device_kernels("other"):
-        return trace_rank(replace(rank, loss=loss_of))
+        return trace_rank(rank)
 
 
 def measure_skew(rank: TracedRank) -> tuple[float, ...]:

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.nn import functional
 
 import tide
 from lowtide.cost.devices import find_device
 from lowtide.cost.imagined import device_kernels
 from lowtide.models.build import build_model
+from lowtide.models.decoder import Decoder
+from lowtide.models.head import Head
 from lowtide.models.initialise import initialise
 from lowtide.models.moe import Plan
 from lowtide.planner.pipeline import Pipeline, even_pipeline
@@ -30,9 +31,9 @@ from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.pipeline import _SCHEDULES
-from lowtide.train.traced import TracedRank, _groups, trace_rank
+from lowtide.train.traced import TracedRank, _groups, mean_loss, trace_rank, traced_loss
 
-__all__ = ["Measured", "loss_of", "measured_peaks", "measured_steps", "pipeline_of", "predicted_peaks"]
+__all__ = ["Measured", "measured_peaks", "measured_steps", "pipeline_of", "predicted_peaks"]
 
 MICRO_BATCHES = 4
 """Micro-batches of a pipeline's step; without stages there is one."""
@@ -45,11 +46,6 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy of the labels."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
 def pipeline_of(rank: TracedRank) -> Pipeline:
     """Its stages under 1F1B, or one stage and one micro-batch."""
     stages = rank.degrees.pipeline
@@ -59,7 +55,7 @@ def pipeline_of(rank: TracedRank) -> Pipeline:
 def predicted_peaks(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline | None = None) -> list[list[int]]:
     """For each Policy the peak of each pipeline stage, the batch that a caller gives included."""
     with device_kernels("other"):
-        trace = trace_rank(replace(rank, loss=loss_of))
+        trace = trace_rank(rank)
     pipeline, device = pipeline or pipeline_of(rank), find_device("h100")
     given = given_bytes(rank, pipeline)
     return [[stage.peak + given for stage in simulate(trace, policy, device, pipeline).stages] for policy in policies]
@@ -153,7 +149,7 @@ def built(rank: TracedRank, policy: Policy, pipeline: Pipeline, device: torch.de
 
 
 def step_of(
-    models: Sequence[nn.Module], rank: TracedRank, pipeline: Pipeline, device: torch.device
+    models: Sequence[Decoder], rank: TracedRank, pipeline: Pipeline, device: torch.device
 ) -> Callable[[], None]:
     """Forward and backward of all micro-batches."""
     mesh = make_meshes(rank.degrees, device).pipeline
@@ -167,7 +163,7 @@ def step_of(
 
         def step() -> None:
             with _autocast(rank, device):
-                loss = loss_of(models[0](tokens), tokens)
+                loss = traced_loss(models[0], tokens)
             loss.backward()
 
         return step
@@ -179,7 +175,7 @@ def step_of(
             total,
             device,
             input_args=(_imagined(rank, None if place == 0 else rank.shape.hidden_size),),
-            output_args=(_output(rank, last=place == total - 1),),
+            output_args=(_output(rank, model.head),),
             group=mesh.get_group(),
         )
         for model, place in zip(models, places, strict=True)
@@ -187,21 +183,28 @@ def step_of(
     kind: Any = _SCHEDULES[pipeline.schedule]  # type: ignore[index]
     single = issubclass(kind, PipelineScheduleSingle)
     given = made[0] if single else made
-    schedule = kind(given, n_microbatches=pipeline.micro_batches, loss_fn=loss_of, scale_grads=False)
+    head = next((model.head for model in models if model.head is not None), None)
+    loss = partial(mean_loss, share=head.share if head is not None else None)
+    more = {"labels": tokens} if head is not None and head.chunked else {}
+    schedule = kind(given, n_microbatches=pipeline.micro_batches, loss_fn=loss, scale_grads=False)
     arguments = [tokens] if 0 in places else []
 
     def pipelined() -> None:
         with _autocast(rank, device):
             if total - 1 in places:
-                schedule.step(*arguments, target=tokens, losses=[], return_outputs=False)
+                schedule.step(*arguments, target=tokens, losses=[], return_outputs=False, **more)
             else:
                 schedule.step(*arguments)
 
     return pipelined
 
 
-def _output(rank: TracedRank, *, last: bool) -> Tensor:
-    return _imagined(rank, rank.shape.vocab_size if last else rank.shape.hidden_size, logits=last)
+def _output(rank: TracedRank, head: Head | None) -> Tensor:
+    if head is None:
+        return _imagined(rank, rank.shape.hidden_size)
+    if head.chunked:
+        return torch.empty((), device="meta", requires_grad=True)
+    return _imagined(rank, rank.shape.vocab_size if head.share is None else head.share.size, logits=True)
 
 
 def _imagined(rank: TracedRank, width: int | None, *, logits: bool = False) -> Tensor:

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowtide.errors import ModelError
+from lowtide.models.sharded_loss import ELEMENTS, LEFT_OUT, VocabularyShare
 
-__all__ = ["chunked_cross_entropy"]
-
-ELEMENTS = 1 << 26
-"""Logits of a chunk unless said otherwise: 256 MiB of float32."""
+__all__ = ["chunked_cross_entropy", "chunked_sum"]
 
 
 def chunked_cross_entropy(
@@ -28,19 +26,36 @@ def chunked_cross_entropy(
     targets: Tensor,
     *,
     chunk: int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = LEFT_OUT,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """``cross_entropy((hidden @ weight.T).float(), targets)`` in chunks of tokens; equal to it up to rounding.
 
     ``hidden`` is ``[..., width]``, ``weight`` ``[vocabulary, width]``, ``targets`` ``[...]``. Gradients of both are
     computed in forward, where they are needed; the weights' is summed in float32. Under autocast both are cast as a
-    linear layer would cast them. It is for a whole vocabulary on each rank: a head sharded by tensor parallelism is
-    refused.
+    linear layer would cast them. A chunk has at most 2**26 logits unless ``chunk`` says how many tokens. It is for a
+    whole vocabulary on each rank: a head sharded by tensor parallelism is refused.
 
     ``loss = chunked_cross_entropy(model.norm(x)[:, :-1], model.lm_head.weight, tokens[:, 1:])``
     """
     _check(hidden, weight, targets, chunk, reduction)
+    total = chunked_sum(hidden, weight, targets, chunk=chunk, ignore_index=ignore_index)
+    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+
+
+def chunked_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: int | None = None,
+    ignore_index: int = LEFT_OUT,
+    share: VocabularyShare | None = None,
+) -> Tensor:
+    """The sum over all tokens, of plain tensors; with a ``share`` the weights are this rank's part of the vocabulary.
+
+    Then the sum is the same on all ranks, and each one's gradient of the hidden states is its part of a sum.
+    """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -48,8 +63,8 @@ def chunked_cross_entropy(
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
     size = chunk or max(1, ELEMENTS // weight.shape[0])
     needed = tuple(torch.is_grad_enabled() and one.requires_grad for one in (hidden, weight))
-    total: Tensor = _ChunkedCrossEntropy.apply(rows, weight, targets.flatten(), size, ignore_index, needed)
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+    total: Tensor = _ChunkedCrossEntropy.apply(rows, weight, targets.flatten(), size, ignore_index, needed, share)
+    return total
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -64,6 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         size: int,
         ignore_index: int,
         needed: tuple[bool, bool],
+        share: VocabularyShare | None,
     ) -> Tensor:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
@@ -72,15 +88,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], size):
             rows, goals = hidden[start : start + size], targets[start : start + size]
             counted = goals != ignore_index
-            goals = goals.where(counted, 0).unsqueeze(1)
+            places, mine = (goals.where(counted, 0), counted) if share is None else share.inside(goals)
+            places = places.unsqueeze(1)
             logits = (rows @ weight.t()).to(exact)
-            sums = logits.logsumexp(1, keepdim=True)
-            total += ((sums - logits.gather(1, goals)).squeeze(1) * counted).sum()
+            chosen = logits.gather(1, places)
+            if share is None:
+                sums = logits.logsumexp(1, keepdim=True)
+            else:
+                sums, chosen = share.reduced(logits, chosen.where(mine.unsqueeze(1), 0))
+            total += ((sums - chosen).squeeze(1) * counted).sum()
             if not any(needed):
                 continue
             # The gradient of a row's loss is its softmax, less one at the target; logits become it where they are.
             gradient = logits.sub_(sums).exp_()
-            gradient.scatter_add_(1, goals, torch.full_like(goals, -1, dtype=exact))
+            gradient.scatter_add_(1, places, -mine.to(exact).unsqueeze(1))
             gradient = gradient.mul_(counted.unsqueeze(1)).to(hidden.dtype)
             del logits
             if towards_hidden is not None:
@@ -98,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
         towards_hidden, towards_weight = ctx.saved_tensors
-        return _scaled(towards_hidden, gradient), _scaled(towards_weight, gradient), None, None, None, None
+        return _scaled(towards_hidden, gradient), _scaled(towards_weight, gradient), None, None, None, None, None
 
 
 def _scaled(tensor: Tensor | None, factor: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ModelError
+from lowtide.models.head import Head
 from lowtide.models.layer import DecoderLayer
 from lowtide.models.prediction import Predictions
 from lowtide.models.rotary import rotary_table
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
         self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
-        self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if last else None
+        self.head = Head(shape) if last else None
         self.predictions = predictions
         self.register_buffer("rotary", rotary_table(shape), persistent=False)
         self.tie()
@@ -57,14 +58,25 @@ class Decoder(nn.Module):
     if TYPE_CHECKING:
 
         def __call__(
-            self, hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+            self,
+            hidden: Tensor,
+            positions: Tensor | None = None,
+            documents: Tensor | None = None,
+            labels: Tensor | None = None,
         ) -> Tensor: ...
 
-    def forward(self, hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
         """``hidden`` is tokens ``[batch, sequence]`` on the first stage, hidden states on others.
 
         ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on, ``documents``, the number of
-        each token's document, where tokens look at those of their own only.
+        each token's document, where tokens look at those of their own only. With ``labels`` the last stage gives the
+        sum of the tokens' losses in place of logits, which are then never held at once.
         """
         tokens = hidden
         if self.embedding is not None:
@@ -83,13 +95,13 @@ class Decoder(nn.Module):
             hidden = self.norm(hidden)
         if self.head is None:
             return hidden
-        logits: Tensor = self.head(hidden)
+        output = self.head(hidden, labels=labels)
         if self.predictions is not None and self.embedding is not None and self.training:
             if positions is not None or documents is not None:
                 raise ModelError("multi-token prediction goes over whole samples: give no positions and no documents")
             loss = self.predictions(last, tokens, self.rotary, self.embedding, self.head)
-            logits = self.predictions.auxiliary.attach(logits, loss)
-        return logits
+            output = self.predictions.auxiliary.attach(output, loss)
+        return output
 
     @property
     def all_layers(self) -> list[nn.Module]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lowtide.models.auxiliary import Auxiliary
+from lowtide.models.head import Head
 from lowtide.models.layer import DecoderLayer
 from lowtide.models.shape import DecoderShape
 
@@ -53,7 +53,7 @@ class Predictions(nn.Module):
         tokens: Tensor,
         rotary: Tensor,
         embedding: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
+        head: Head,
     ) -> Tensor:
         """The loss, from the last layer's hidden states."""
         losses = []
@@ -63,8 +63,8 @@ class Predictions(nn.Module):
             if tokens.shape[1] <= depth + 1:
                 break
             hidden = layer(around(hidden[:, :-1], embedding(tokens[:, depth:])), rotary)
-            logits = head(around.norm(hidden[:, :-1]))
-            losses.append(functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, depth + 1 :].flatten()))
+            targets = tokens[:, depth + 1 :]
+            losses.append(head.summed_loss(around.norm(hidden[:, :-1]), targets) / targets.numel())
         if not losses:
             return hidden.new_zeros(())
         return torch.stack(losses).mean() * self.factor

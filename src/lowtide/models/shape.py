@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lowtide.errors import ConfigError
 from lowtide.models.experts_shape import ExpertsShape, experts_of
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from lowtide.config.schema.model import ModelConfig
     from lowtide.config.schema.settings import Settings
 
-__all__ = ["DecoderShape", "LatentShape", "YarnShape", "shape_of"]
+__all__ = ["DecoderShape", "HeadLoss", "LatentShape", "YarnShape", "shape_of"]
+
+HeadLoss: TypeAlias = Literal["whole", "sharded", "chunked"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,9 @@ class DecoderShape:
     """How positions are stretched; None if they are not."""
     tie_word_embeddings: bool = False
     """Whether the head uses the embedding's weights."""
+    head_loss: HeadLoss = "sharded"
+    """What is held of the logits: those of the whole vocabulary on each rank, those of each tensor-parallel rank's
+    share of it, or a chunk of tokens at a time."""
     attention_dropout: float = 0.0
     """The dropout of attention weights."""
     hidden_dropout: float = 0.0
@@ -155,6 +160,7 @@ def shape_of(settings: Settings) -> DecoderShape:
         max_position_embeddings=positions,
         yarn=_yarn(model),
         tie_word_embeddings=bool(model.tie_word_embeddings),
+        head_loss=model.head_loss,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         initializer_range=model.initializer_range or 0.02,

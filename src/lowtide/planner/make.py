@@ -507,7 +507,8 @@ class _Search:
         if moment is not None and moment.layer is None and moment.operator in after:
             notes.append(
                 f"the peak is at {moment.operator or 'the loss'}, after the layers: no decision for layers lowers what"
-                " the head and the loss need; lowtide.models.chunked_cross_entropy computes both in pieces"
+                " the head and the loss need; both in pieces: model_config.head_loss: chunked in a training file, or"
+                " lowtide.models.chunked_cross_entropy"
             )
         notes.append(
             "no Policy that fits can be faster than the bound, as the simulator counts bytes and seconds, for these"

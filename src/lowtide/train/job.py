@@ -15,6 +15,7 @@ from lowtide.models.build import build_model
 from lowtide.models.hugging_face import HuggingFaceDecoder, hugging_face_name
 from lowtide.models.initialise import initialise
 from lowtide.models.shape import DecoderShape, shape_of
+from lowtide.models.sharded_loss import VocabularyShare
 from lowtide.operators.layers import find_layers
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
@@ -162,15 +163,18 @@ def _copied(models: Sequence[nn.Module], run: Run) -> list[nn.Module]:
     return [nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False) for model in models]
 
 
-def stage_shapes(run: Run, shape: DecoderShape, stage: Stage) -> tuple[Tensor, Tensor]:
-    """What goes into a stage and comes out of it, as tensors on meta."""
+def stage_shapes(
+    run: Run, shape: DecoderShape, stage: Stage, share: VocabularyShare | None = None
+) -> tuple[Tensor, Tensor]:
+    """What goes into a stage and comes out of it, as tensors on meta; the last gives logits of the ``share``."""
     parameters, logits = (getattr(torch, name) for name in (run.precision.parameters, run.precision.compute))
     stream = logits if run.degrees.shard > 1 else parameters  # FSDP computes all in one type, autocast only products
     length = run.sequence // (run.degrees.tensor if run.degrees.sequence_parallel else 1)
+    vocabulary = share.size if share is not None else shape.vocab_size
     # torch sends a gradient back for what is said to need one
     hidden = torch.empty(run.batch_size, length, shape.hidden_size, dtype=stream, device="meta", requires_grad=True)
     tokens = torch.empty(run.batch_size, run.sequence, dtype=torch.int64, device="meta")
-    scores = torch.empty(
-        run.batch_size, run.sequence, shape.vocab_size, dtype=logits, device="meta", requires_grad=True
-    )
+    scores = torch.empty(run.batch_size, run.sequence, vocabulary, dtype=logits, device="meta", requires_grad=True)
+    if shape.head_loss == "chunked":
+        scores = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
     return (tokens if stage.first else hidden), (scores if stage.last else hidden)

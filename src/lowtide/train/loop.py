@@ -97,7 +97,7 @@ class Loop:
         self.number = 0
         """The step this rank is in."""
         self.watchdog = _watchdog(options, directory)
-        objective = Objective(run, meshes.data.get_group())
+        objective = Objective(run, meshes.data.get_group(), job.models)
         self.step = Step(
             run,
             meshes,
@@ -147,7 +147,7 @@ class Loop:
     def _pipeline(self, objective: Objective) -> Pipeline | None:
         if self.run.degrees.pipeline == 1:
             return None
-        shape = self.job.shape
+        shape, share = self.job.shape, objective.head.share if objective.head is not None else None
         assert shape is not None
         return make_pipeline(
             self.run,
@@ -155,7 +155,7 @@ class Loop:
             self.job.stages,
             self.meshes.pipeline.get_group(),
             self.meshes.device,
-            lambda stage: stage_shapes(self.run, shape, stage),
+            lambda stage: stage_shapes(self.run, shape, stage, share),
             objective,
         )
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
-from lowtide.train.data.sample import LEFT_OUT
+from lowtide.models.head import Head
+from lowtide.models.sharded_loss import LEFT_OUT, summed_cross_entropy
 from lowtide.train.run import Run
 
 __all__ = ["Objective"]
@@ -20,10 +20,13 @@ class Objective:
 
     Data parallel averages gradients over its ranks; the weights here are such that the average comes out right, also
     where ranks have different numbers of tokens.
+
+    ``parts`` are this rank's parts of the model; a head among them says what of the logits it gives.
     """
 
-    def __init__(self, run: Run, data: dist.ProcessGroup) -> None:
+    def __init__(self, run: Run, data: dist.ProcessGroup, parts: Sequence[nn.Module] = ()) -> None:
         self.run, self.data = run, data
+        self.head = next((one for part in parts for one in part.modules() if isinstance(one, Head)), None)
         self.ranks = run.degrees.data if run.update.sum_gradients else 1
         self.per_token: Tensor | None = None
         self.scale = 1.0
@@ -41,13 +44,21 @@ class Objective:
         """What the mean loss of a micro-batch is multiplied by."""
         return self.scale * self.ranks / self.run.micro_steps
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The weighed loss of one micro-batch; its backward gives the gradients."""
-        flat = labels.flatten()
-        total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, ignore_index=LEFT_OUT, reduction="sum")
+    def arguments(self, labels: Tensor) -> dict[str, Tensor]:
+        """What the model needs besides the tokens: the labels, where its head computes the loss."""
+        return {"labels": labels} if self.head is not None and self.head.chunked else {}
+
+    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        """The weighed loss of one micro-batch; its backward gives the gradients.
+
+        ``output`` is what the model gives: logits, all of them or this rank's share, or the sum of the losses.
+        """
+        total = output
+        if output.dim():
+            total = summed_cross_entropy(output, labels, self.head.share if self.head is not None else None)
         if self.per_token is not None:
             return total * self.per_token * (self.scale * self.ranks)
-        return total / (flat != LEFT_OUT).sum().clamp(min=1) * self.weight
+        return total / (labels != LEFT_OUT).sum().clamp(min=1) * self.weight
 
     def value(self, losses: Tensor) -> Tensor:
         """What the sum of this rank's weighed losses means: its share of the step's loss, before any scaling."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from lowtide.models.decoder import Decoder
 from lowtide.models.latent import LatentAttention
 from lowtide.models.moe import Experts, MixtureOfExperts, distribute_experts
+from lowtide.models.sharded_loss import share_of
 from lowtide.train.mesh import Meshes
 from lowtide.train.run import Division
 
@@ -49,10 +50,13 @@ def apply_tensor_parallel(model: Decoder, run: Division, meshes: Meshes) -> None
         return
     mesh, sequence = meshes.tensor, run.degrees.sequence_parallel
     between = Shard(1) if sequence else Replicate()
+    scores = Shard(-1) if model.shape.head_loss == "sharded" else Replicate()
     ends: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=scores),
     }
+    if model.head is not None and model.shape.head_loss == "sharded":
+        model.head.share = share_of(model.shape.vocab_size, mesh)
     if sequence:
         ends["norm"] = SequenceParallel(use_local_output=True)
     parallelize_module(model, mesh, _present(model, ends))

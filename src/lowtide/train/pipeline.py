@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,14 +102,17 @@ class Pipeline:
             assert isinstance(group, ProcessGroup)  # this rank is a member
             use_group(self.schedule, group)
 
-    def run(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
-        """Forward and backward of all micro-batches; the sum of their losses, on the rank that has the last stage."""
+    def run(self, tokens: Tensor, labels: Tensor, more: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """Forward and backward of all micro-batches; the sum of their losses, on the rank that has the last stage.
+
+        ``more`` is what the parts of this rank are given besides their input.
+        """
         losses: list[Tensor] = []
         given = (tokens,) if self.first else ()
         if not self.last:
             self.schedule.step(*given)
             return None
-        self.schedule.step(*given, target=labels, losses=losses, return_outputs=False)
+        self.schedule.step(*given, target=labels, losses=losses, return_outputs=False, **(more or {}))
         return torch.stack(losses).sum()
 
 

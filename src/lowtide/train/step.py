@@ -135,7 +135,7 @@ class Step:
         tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
         labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
         with self._autocast():
-            losses = self.pipeline.run(tokens, labels)
+            losses = self.pipeline.run(tokens, labels, self.objective.arguments(labels))
         return losses if losses is not None else torch.zeros((), device=self.meshes.device)
 
     def _accumulated(self, batches: Sequence[Batch]) -> Tensor:
@@ -144,7 +144,9 @@ class Step:
         for number, batch in enumerate(batches):
             tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
             labels = batch.labels.to(self.meshes.device, non_blocking=True)
-            more = {} if self.packing is None else self.packing.arguments(tokens)
+            more = self.objective.arguments(labels)
+            if self.packing is not None:
+                more |= self.packing.arguments(tokens)
             reduce = number == len(batches) - 1 or self.run.update.reduce_each
             with _reducing(part, reduce):
                 with self._autocast():

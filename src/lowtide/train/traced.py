@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from lowtide._torch_private.fake import FakeTensorMode
 from lowtide._torch_private.modes import DisableTorchFunction
@@ -22,6 +21,7 @@ from lowtide.models.build import build_model
 from lowtide.models.decoder import Decoder
 from lowtide.models.moe import Plan
 from lowtide.models.shape import DecoderShape
+from lowtide.models.sharded_loss import LEFT_OUT, VocabularyShare, summed_cross_entropy
 from lowtide.trace.capture import capture
 from lowtide.trace.layout import Layout
 from lowtide.trace.optimizers import OptimizerName, make_optimizer
@@ -31,7 +31,7 @@ from lowtide.train.mesh import make_meshes
 from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
 from lowtide.train.run import Degrees, Precision
 
-__all__ = ["TracedRank", "balance_experts", "trace_rank"]
+__all__ = ["TracedRank", "balance_experts", "mean_loss", "trace_rank", "traced_loss"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,6 @@ class TracedRank:
     expert_skew: float | tuple[float, ...] = 1.0
     """How many times an even share of the tokens this rank's experts get, where ranks share experts: in all layers, or
     in each."""
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """The loss of logits and labels; None for the runner's own."""
 
 
 def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], None] = lambda _: None) -> Trace:
@@ -97,11 +95,10 @@ def _captured(model: Decoder, rank: TracedRank, name: str, progress: Callable[[s
     model.to_empty(device="cpu")
     model.tie()
     tokens = torch.zeros(rank.samples, rank.sequence, dtype=torch.long)
-    loss = rank.loss or _mean_loss
 
     def run() -> Tensor:
         with _autocast(rank):
-            return loss(model(tokens), tokens)
+            return traced_loss(model, tokens)
 
     degrees = rank.degrees
     return capture(
@@ -167,7 +164,15 @@ def _autocast(rank: TracedRank) -> AbstractContextManager[None]:
     return torch.autocast("cpu", getattr(torch, rank.precision.compute))
 
 
-def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    flat = labels.flatten()
-    total = functional.cross_entropy(logits.flatten(0, -2).float(), flat, reduction="sum")
-    return total / (flat != -100).sum().clamp(min=1)
+def traced_loss(model: Decoder, tokens: Tensor) -> Tensor:
+    """The mean loss of a micro-batch, as the runner computes it."""
+    assert model.head is not None
+    if model.head.chunked:
+        return mean_loss(model(tokens, labels=tokens), tokens)
+    return mean_loss(model(tokens), tokens, model.head.share)
+
+
+def mean_loss(output: Tensor, labels: Tensor, share: VocabularyShare | None = None) -> Tensor:
+    """The mean loss from logits, or from the sum of losses that a model gives."""
+    total = summed_cross_entropy(output, labels, share) if output.dim() else output
+    return total / (labels != LEFT_OUT).sum().clamp(min=1)

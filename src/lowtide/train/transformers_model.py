@@ -64,7 +64,10 @@ def keys_without_effect(settings: Settings) -> list[str]:
     if "moe_config" in settings.present and settings.moe_config.use_gmm:
         asked.setdefault("use_gmm", True)
     reason = f"the model of {directory} has kernels of its own, which transformers chooses"
-    return [f"{key}: {value} has no effect: {reason}" for key, value in asked.items()]
+    found = [f"{key}: {value} has no effect: {reason}" for key, value in asked.items()]
+    if settings.model.head_loss == "chunked":
+        found.append(f"head_loss: chunked has no effect: the model of {directory} has a head of its own")
+    return found
 
 
 def _written(settings: Settings, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -169,6 +169,12 @@ class ModelConfig(Section):
     mtp_loss_factor: NotNegative | None = None
     """The weight of the multi-token-prediction loss; default: the model's own."""
 
+    # Loss
+    head_loss: Literal["whole", "sharded", "chunked"] = "sharded"
+    """What a rank holds of the logits: those of the whole vocabulary, of its tensor-parallel share of it, or of a chunk
+    of tokens at a time, whose loss and gradients are computed in forward; a key of lowtide's own; default sharded,
+    which is whole without tensor parallel."""
+
     # Types
     params_dtype: Type | None = None
     """The type of parameters; default: the model's own."""

@@ -10,10 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["LEFT_OUT", "Sample", "Source", "sample_of"]
+from lowtide.models.sharded_loss import LEFT_OUT
 
-LEFT_OUT = -100
-"""The label of a position that is left out of the loss, as torch's cross entropy has it."""
+__all__ = ["LEFT_OUT", "Sample", "Source", "sample_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
