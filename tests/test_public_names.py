@@ -152,6 +152,7 @@ COMMANDS = {
         "--resume",
         "--run_mode",
         "--set",
+        "--stop-signal",
         "--swap-disk-bytes",
         "--swap-disk-directory",
         "--swap-host-bytes",

@@ -31,6 +31,7 @@ from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
 from lowtide.train.run_directory import RunDirectory, config_text, on_first_rank, open_run_directory
+from lowtide.train.stop import StopRequest
 from lowtide.train.without_effect import settings_without_effect
 
 __all__ = ["prepare", "train"]
@@ -41,8 +42,11 @@ Overrides: TypeAlias = Mapping[tuple[str | int, ...], Any]
 logger = logging.getLogger(__name__)
 
 
-def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
-    """Train what ``file`` says, as one rank of those that were started; the exit code."""
+def train(file: Path, overrides: Overrides, options: TrainOptions, stop: StopRequest | None = None) -> int:
+    """Train what ``file`` says, as one rank of those that were started; the exit code.
+
+    ``stop`` is what asks the run to save and end early.
+    """
     if options.dry_run:
         from lowtide.train.dry_run import dry_run
 
@@ -55,11 +59,12 @@ def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
         stack.callback(logs.close)
         stack.enter_context(warnings_in_log())
         loop = prepare(file, overrides, options, device, check)
+        loop.stop = stop
         result = loop.train(logs.console)
         loop.checkpoints.close()
         if options.json and dist.get_rank() == 0:
             print(json.dumps(result))
-    return 0
+    return stop.saved() if stop is not None and result["stopped_after"] else 0
 
 
 def prepare(
