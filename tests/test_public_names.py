@@ -138,6 +138,7 @@ COMMANDS = {
         "--adaptive-recompute-device-swap",
         "--adaptive-recompute-profiling-step",
         "--config",
+        "--device",
         "--dry-run",
         "--fresh",
         "--gradient_accumulation_steps",

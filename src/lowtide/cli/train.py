@@ -101,6 +101,16 @@ Track = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME|FILE",
+        help="Whose peak MFU is measured against, as in lowtide plan; the device that is here unless given.",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
 StopSignal = Annotated[
     str,
     typer.Option(
@@ -270,6 +280,7 @@ def train(
     log_dir: LogDir = None,
     watchdog: Watchdog = None,
     track: Track = None,
+    device: DeviceName = None,
     stop_signal: StopSignal = "USR1",
     as_json: AsJson = False,
     processes: Processes = None,
@@ -337,6 +348,7 @@ def train(
             watchdog=watchdog,
             timeout=timeout,
             track=track,
+            device=device,
             stop_signal=stop_signal,
             as_json=as_json,
         )
@@ -461,9 +473,11 @@ def _options(
     watchdog: float | None,
     timeout: float,
     track: list[Tracker] | None,
+    device: str | None,
     stop_signal: str,
     as_json: bool,
 ) -> TrainOptions:
+    from lowtide.cost.devices import find_device
     from lowtide.train.launch import launched
     from lowtide.train.logs import level_of
     from lowtide.train.options import TrainOptions, restarted
@@ -472,6 +486,8 @@ def _options(
     if resume is not None and fresh:
         raise typer.BadParameter("--resume continues a run and --fresh starts one; give one of them")
     level_of()  # a wrong GLOG_v is said here, once
+    if device is not None:
+        find_device(device)  # and so is a device that is not known
     run_directory = Path(check.settings.top_level.output_dir)
     return TrainOptions(
         run_directory=run_directory,
@@ -483,6 +499,7 @@ def _options(
         watchdog=watchdog,
         timeout=timeout,
         track=tuple(str(one) for one in track or ()),
+        device=device,
         stop_signal=stop_signal,
         redirect=launched(),
         restarted=restarted(),
@@ -523,6 +540,8 @@ def _arguments(file: Path, values: Values, options: TrainOptions) -> list[str]:
 
     arguments = ["train", str(file), "--log-dir", str(options.log_dir), "--timeout", str(options.timeout)]
     arguments += ["--stop-signal", options.stop_signal]
+    if options.device is not None:
+        arguments += ["--device", options.device]
     for path, value in values.items():  # JSON is YAML, and keeps the type of each value
         arguments += ["--set", ".".join(map(str, path)) + "=" + json.dumps(value)]
     if options.resume is not None:

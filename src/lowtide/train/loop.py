@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lowtide.adaptive.settings import profiling_warnings
 from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import MFLossMonitor, MoEDropRateCallback
+from lowtide.planner.workload import Workload
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle
 from lowtide.runtime.limits import Limits
@@ -97,6 +98,8 @@ class Loop:
         )
         self.number = 0
         """The step this rank is in."""
+        self.workload: Workload | None = None
+        """What a step computes, and the device's peak; None where MFU is not known."""
         self.stop: StopRequest | None = None
         """What asks the run to save and end early; None where nothing does."""
         self.stopping = False
@@ -276,6 +279,7 @@ class Loop:
             tokens=self.run.samples_per_step * self.run.sequence,
             samples=int(self.state.progress["samples"]),
             peak_bytes=_peak_bytes(),
+            mfu=self.workload.mfu(seconds) if self.workload is not None else None,
         )
 
     def monitors(self, begun: int, console: Console | None) -> list[Monitor]:
