@@ -5,15 +5,17 @@
 
 ``lowtide train`` runs on two ranks under FSDP2 and saves a checkpoint every few steps, at each start either
 synchronously or asynchronously. SIGKILL hits the whole job or one rank (the other follows a moment later), at a random
-moment or, for a fifth of the kills, while an uncommitted checkpoint is on the disk. The job is started again until its
-run is finished.
+moment or, for a fifth of the kills, while an uncommitted checkpoint is on the disk. A quarter of the kills are SIGTERM,
+to one rank or to both, on which the job saves and stops; half of these are followed by a second SIGTERM or by SIGKILL
+while that save is under way. The job is started again until its run is finished.
 
 Counted are: committed checkpoints that a resume did not reach (``lost_committed``: a rank had reported that it was
 committed); starts that could not load, and committed directories that a separate process could not load
 (``unloadable``); losses, norms and states that are not bit by bit those of the undisturbed run
 (``resume_not_bitwise``); and runs whose samples, each step counted once, are not exactly those of the undisturbed run
 (``samples_duplicated_or_skipped``); and runs whose ``metrics.jsonl`` is not that of the undisturbed run
-(``metrics_wrong``).
+(``metrics_wrong``); and jobs that were asked to stop, were left alone, and did not save and end with the exit code for
+it (``stops_failed``).
 
 SIGKILL leaves the operating system up: what it has taken over it still writes. A power cut is not tried here.
 """
@@ -40,6 +42,7 @@ from rich.table import Table
 
 from crash_job import RANKS, Job, inspect, start
 from lowtide.train.commit import checkpoints_in
+from lowtide.train.stop import STOPPED
 from stamp import stamped
 
 KILLS, QUICK = 200, 20
@@ -53,10 +56,14 @@ class Attempt:
 
     job: Job
     target: str
-    """What the kill aimed at: a random moment or a save."""
+    """What the kill aimed at: a random moment, a save, or a stop at a random moment."""
     killed: float | None = None
     """When; None if the run was finished before."""
     one_rank: bool = False
+    stopped: bool = False
+    """Whether it was asked to stop, and has saved and ended."""
+    interrupted: bool = False
+    """Whether it was asked to stop and killed while it saved."""
     during_save: bool = False
     """Whether an uncommitted checkpoint was left."""
     lines: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -78,6 +85,7 @@ class Findings:
     resume_not_bitwise: list[str] = field(default_factory=list)
     samples_duplicated_or_skipped: list[str] = field(default_factory=list)
     metrics_wrong: list[str] = field(default_factory=list)
+    stops_failed: list[str] = field(default_factory=list)
 
 
 def main() -> int:
@@ -101,7 +109,7 @@ def main() -> int:
                 break
             number = len(runs)
             saves = sum(one.during_save for run in runs for one in run)
-            run = disturbed(directory / f"run_{number}", epochs, left, kills // 5 - saves, dice)
+            run = disturbed(directory / f"run_{number}", epochs, left, kills // 5 - saves, dice, findings)
             compare(f"run {number}", run, reference, findings)
             runs.append(run)
             console.print(f"run {number}: {len(run)} starts", highlight=False)
@@ -115,6 +123,8 @@ def main() -> int:
         "kills_during_saves": sum(one.during_save for one in attempts),
         "kills_during_asynchronous_saves": sum(one.during_save and one.job.asynchronous for one in attempts),
         "kills_of_one_rank": sum(one.one_rank for one in attempts),
+        "stops": sum(one.stopped for one in attempts),
+        "stops_interrupted": sum(one.interrupted for one in attempts),
         "runs": len(runs),
         "seconds": round(time.perf_counter() - begin),
     }
@@ -142,12 +152,14 @@ def undisturbed_run(directory: Path, epochs: int) -> Attempt:
     return Attempt(job, "none", lines=lines, metrics=metrics_of(job))
 
 
-def disturbed(directory: Path, epochs: int, kills: int, saves: int, dice: random.Random) -> list[Attempt]:
+def disturbed(
+    directory: Path, epochs: int, kills: int, saves: int, dice: random.Random, findings: Findings
+) -> list[Attempt]:
     """One run with at most so many kills, until it is finished; ``saves`` of them should still hit a save."""
     attempts: list[Attempt] = []
     while not attempts or attempts[-1].killed is not None:
         job = Job(directory / f"attempt_{len(attempts)}", directory / "run", dice.random() < 0.5, epochs)
-        target = "save" if saves > 0 and dice.random() < 0.4 else "moment"
+        target = "save" if saves > 0 and dice.random() < 0.4 else "stop" if dice.random() < 0.3 else "moment"
         attempt = Attempt(job, target)
         before = uncommitted(job.checkpoints)
         processes = start(job, free_port())
@@ -155,9 +167,12 @@ def disturbed(directory: Path, epochs: int, kills: int, saves: int, dice: random
         if done:
             if not finished(processes, time.time() + PATIENCE):
                 raise SystemExit("a run that was not killed does not end")
-        else:
+        elif target == "stop" and stop(attempt, processes, dice, findings):
+            kills -= 1
+        elif target != "stop":
             kill(attempt, processes, dice)
             kills -= 1
+        if attempt.killed is not None:
             attempt.during_save = bool(uncommitted(job.checkpoints) - before)
             saves -= attempt.during_save
         attempt.lines = [list(said(job, rank)) for rank in range(RANKS)]
@@ -187,9 +202,11 @@ def wait_for_moment(attempt: Attempt, processes: list[int], before: set[str], di
     """
     lines = dice.choice([0, dice.randint(1, 16), dice.randint(1, 16), dice.randint(1, 16)])
     saves, delay = dice.randint(1, 3), dice.uniform(0, 1.0 if not lines else 0.1)
-    seen = set(before)
+    seen, ranks = set(before), range(RANKS)
     while not finished(processes, time.time() + 0.001, reap=False):
-        if attempt.target == "moment":
+        if attempt.target == "stop" and not all((attempt.job.directory / f"rank_{n}.jsonl").exists() for n in ranks):
+            continue  # Python is still starting, and SIGTERM would end it
+        if attempt.target != "save":
             if sum(1 for _ in said(attempt.job, 0)) >= lines:
                 return not finished(processes, time.time() + delay, reap=False)
         elif begun := uncommitted(attempt.job.checkpoints) - seen:
@@ -211,6 +228,35 @@ def kill(attempt: Attempt, processes: list[int], dice: random.Random) -> None:
             time.sleep(dice.uniform(0, 0.2))
     for process in processes:
         os.waitpid(process, 0)
+
+
+def stop(attempt: Attempt, processes: list[int], dice: random.Random, findings: Findings) -> bool:
+    """Ask the job to stop, and for one in two of them lose patience while it saves; False if it was finished before."""
+    impatient = dice.random() < 0.5
+    begun = set(os.listdir(attempt.job.checkpoints)) if attempt.job.checkpoints.is_dir() else set()
+    asked = processes if impatient else dice.sample(processes, dice.randint(1, len(processes)))
+    attempt.killed, attempt.one_rank = time.time(), len(asked) == 1
+    for process in asked:
+        os.kill(process, signal.SIGTERM)
+    if impatient:
+        while not finished(processes, time.time() + 0.001, reap=False):
+            if uncommitted(attempt.job.checkpoints) - begun:
+                time.sleep(dice.uniform(0, 0.03))
+                attempt.interrupted = True
+                number = dice.choice([signal.SIGTERM, signal.SIGKILL])
+                for process in processes:
+                    os.kill(process, number)
+                break
+    if not finished(processes, time.time() + PATIENCE, reap=False):
+        raise SystemExit("a run that was asked to stop does not end")
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    attempt.stopped = codes == [STOPPED] * RANKS
+    attempt.interrupted = attempt.interrupted and not attempt.stopped
+    if codes == [0] * RANKS:
+        attempt.killed = None
+    elif not attempt.stopped and not attempt.interrupted:
+        findings.stops_failed.append(f"{attempt.job.directory}: exit codes {codes}")
+    return attempt.killed is not None
 
 
 def finished(processes: list[int], until: float, *, reap: bool = True) -> bool:

@@ -26,6 +26,7 @@ from lowtide.train.main import train
 from lowtide.train.options import TrainOptions
 from lowtide.train.record import StepRecord
 from lowtide.train.state import TrainState
+from lowtide.train.stop import StopRequest, stop_signals
 
 RANKS, EVERY, KEEP = 2, 4, 3
 STEPS_IN_EPOCH, SAMPLES_IN_STEP = 12, 8
@@ -108,16 +109,21 @@ class Watched:
         watched: Any = loop
         watched.one, watched.data.for_step, watched.checkpoints.save = self._one, self._for_step, self._save
 
-    def done(self) -> None:
-        """The run is finished."""
+    def done(self, stopped_after: int | None) -> None:
+        """The run is finished, or stopped after a step because it was asked to."""
         self._say_resumed(self.loop.state.progress["step"])
-        self.say(done=digest_of(self.loop.state))
+        if stopped_after is None:
+            self.say(done=digest_of(self.loop.state))
+        else:
+            self.say(committed=stopped_after, stopped=True)
 
     def _one(self, step: int) -> StepRecord:
         self._say_resumed(step - 1)
         if self.loop.checkpoints.poll() and self.under_way:
             self.say(committed=self.under_way.pop())
         record = self.one(step)
+        if self.digests:  # after each step: a run that is asked to stop saves any of them
+            self.say(state=step, digest=digest_of(self.loop.state))
         values = {"loss": record.loss, "global_norm": record.global_norm, "learning_rate": record.learning_rate}
         exact = {name: value.hex() for name, value in values.items() if value is not None}
         self.say(step=record.step, samples=record.samples, sample_ids=self.samples, **exact)
@@ -128,13 +134,12 @@ class Watched:
         self.samples = [one for batch in batches for one in batch.sample_ids]
         return batches
 
-    def _save(self, step: int, state: TrainState) -> None:
-        if self.digests:
-            self.say(state=step, digest=digest_of(state))
-        self.save(step, state)
+    def _save(self, step: int, state: TrainState) -> Path:
+        path = self.save(step, state)
         self.under_way.append(step)  # if asynchronous, the one before it is committed
         while len(self.under_way) > int(self.loop.checkpoints.asynchronous):
             self.say(committed=self.under_way.pop(0))
+        return path
 
     def _say_resumed(self, step: int) -> None:
         if self.resumed is None:
@@ -163,10 +168,11 @@ def inspect(job: Job, report: Path) -> int:
     return _forked(_inspect, job, report)
 
 
-def _work(job: Job, rank: int, port: int, reference: bool) -> None:
+def _work(job: Job, rank: int, port: int, reference: bool) -> int:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    with (job.directory / f"rank_{rank}.jsonl").open("w", buffering=1) as lines:
+    signals = StopRequest(stop_signals("USR1"))  # before the file is there: then it may be asked to stop
+    with signals as stop, (job.directory / f"rank_{rank}.jsonl").open("w", buffering=1) as lines:
 
         def say(**line: Any) -> None:
             lines.write(json.dumps(line) + "\n")
@@ -174,18 +180,18 @@ def _work(job: Job, rank: int, port: int, reference: bool) -> None:
         def watched(loop: Loop, console: Any) -> dict[str, Any]:
             watching = Watched(loop, say, digests=reference)
             result = steps(loop, console)
-            watching.done()
+            watching.done(result["stopped_after"])
             return result
 
         steps = Loop.train
         try:
-            _command(job, job.run, watched, {})
+            return _command(job, job.run, watched, {}, stop)
         except BaseException as error:
             say(error=f"{type(error).__name__}: {error}"[:500], time=time.time())
             raise
 
 
-def _inspect(job: Job, report: Path) -> None:
+def _inspect(job: Job, report: Path) -> int:
     def looked(loop: Loop, console: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for path, marker in checkpoints_in(job.checkpoints):
@@ -195,24 +201,29 @@ def _inspect(job: Job, report: Path) -> None:
             except Exception as error:
                 found[path.name] = {"step": marker.step, "error": str(error)}
         report.write_text(json.dumps(found))
-        return {}
+        return {"stopped_after": None}
 
     alone = {("parallel_config", "data_parallel"): 1, ("runner_config", "batch_size"): SAMPLES_IN_STEP}
-    _command(job, report.parent / "none", looked, alone)  # in another run directory: this one only looks
+    return _command(job, report.parent / "none", looked, alone)  # in another run directory: this one only looks
 
 
-def _command(job: Job, run: Path, steps: Callable[[Loop, Any], dict[str, Any]], changes: dict[Any, Any]) -> None:
+def _command(
+    job: Job,
+    run: Path,
+    steps: Callable[[Loop, Any], dict[str, Any]],
+    changes: dict[Any, Any],
+    stop: StopRequest | None = None,
+) -> int:
     """What ``lowtide train --resume auto`` does in this process, with other steps in the place of its own."""
     config = job.directory / f"config_{os.getpid()}.yaml"
     config.write_text(f"{CONFIG}    async_save: {str(job.asynchronous).lower()}\n")
     overrides = {("runner_config", "epochs"): job.epochs, **changes}
     Loop.train = steps  # type: ignore[method-assign]
-    train(
-        config, overrides, TrainOptions(run_directory=run, log_dir=job.directory / f"logs_{os.getpid()}", resume="auto")
-    )
+    options = TrainOptions(run_directory=run, log_dir=job.directory / f"logs_{os.getpid()}", resume="auto")
+    return train(config, overrides, options, stop)
 
 
-def _forked(function: Callable[..., None], *arguments: Any) -> int:
+def _forked(function: Callable[..., int], *arguments: Any) -> int:
     process = os.fork()
     if process:
         return process
@@ -221,7 +232,6 @@ def _forked(function: Callable[..., None], *arguments: Any) -> int:
         torch.set_num_threads(1)
         with open(os.devnull, "w") as nothing:  # what a killed job writes to its terminal is noise
             os.dup2(nothing.fileno(), 2)
-        function(*arguments)
-        code = 0
+        code = function(*arguments)
     finally:
         os._exit(code)

@@ -53,6 +53,8 @@ def test_a_rank_gets_exactly_the_options_of_the_command(file: Path) -> None:
         watchdog=60.0,
         timeout=30.0,
         track=[Tracker.wandb, Tracker.tensorboard],
+        device="h100",
+        stop_signal="SIGUSR2",
         as_json=True,
     )
     assert options.run_directory == Path("output")
@@ -61,14 +63,14 @@ def test_a_rank_gets_exactly_the_options_of_the_command(file: Path) -> None:
     again, check = _read(rank["file"], rank["overrides"], rank["run_mode"], rank["use_parallel"], rank["accumulation"])
     assert again == values
     assert [type(value) for value in again.values()] == [type(value) for value in values.values()]
-    keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "timeout", "track", "as_json")
+    keys = ("resume", "fresh", "dry_run", "log_dir", "watchdog", "timeout", "track", "device", "stop_signal", "as_json")
     assert _options(check, **{key: rank[key] for key in keys}) == options
     assert rank["processes"] is None  # a rank starts no processes
 
 
 def test_logs_are_in_the_run_directory_unless_said_otherwise(file: Path) -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("resume", "log_dir", "watchdog", "track"))
-    plain = {"fresh": False, "dry_run": False, "timeout": 900.0, "as_json": False}
+    nothing: dict[str, Any] = dict.fromkeys(("resume", "log_dir", "watchdog", "track", "device"))
+    plain = {"fresh": False, "dry_run": False, "timeout": 900.0, "stop_signal": "USR1", "as_json": False}
     _, check = _read(file, ["output_dir=somewhere"], None, None, None)
     assert _options(check, **(nothing | plain)).log_dir == Path("somewhere/logs")
 

@@ -51,7 +51,9 @@ def test_the_loss_is_logged_every_so_many_steps_and_at_the_end(lines: pytest.Log
     first = [line for line in lines.messages if "Epoch" in line]
     assert [line.split("step:[")[1][:5] for line in first] == ["    8", "    6", "   10"]
     # 8 samples on 4 ranks in a quarter of a second; 12 steps are left.
-    assert lines.messages[1] == f"  40.0% |{'█' * 20}{' ' * 30}| 8.00000 samples/s/p  0:00:03 }}"
+    assert lines.messages[1] == f"  40.0% |{'█' * 20}{' ' * 30}| 8.00000 samples/s/p, 16,384 tokens/s  0:00:03 }}"
+    monitor.step(record(8, mfu=0.4131))
+    assert lines.messages[-1].endswith("| 8.00000 samples/s/p, 16,384 tokens/s, MFU 41.3%  0:00:03 }")
 
 
 def test_drop_rates_are_logged_as_documented(lines: pytest.LogCaptureFixture) -> None:

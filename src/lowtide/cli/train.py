@@ -101,6 +101,25 @@ Track = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME|FILE",
+        help="Whose peak MFU is measured against, as in lowtide plan; the device that is here unless given.",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
+StopSignal = Annotated[
+    str,
+    typer.Option(
+        "--stop-signal",
+        metavar="NAME",
+        help="The signal on which the run saves and stops, as on SIGTERM; none for SIGTERM alone.",
+        rich_help_panel=RUN,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.", rich_help_panel=RUN)]
 Processes = Annotated[
     str | None,
@@ -261,6 +280,8 @@ def train(
     log_dir: LogDir = None,
     watchdog: Watchdog = None,
     track: Track = None,
+    device: DeviceName = None,
+    stop_signal: StopSignal = "USR1",
     as_json: AsJson = False,
     processes: Processes = None,
     max_restarts: MaxRestarts = 0,
@@ -289,7 +310,8 @@ def train(
     [bold]torchrun --nproc-per-node 8 -m lowtide train run.yaml[/bold]
 
     Everything is written to the run directory: the settings, the policy, metrics.jsonl with one object a step,
-    receipts, checkpoints, and a log a rank. Exit code 0; 1 if the file cannot be used or the run failed.
+    receipts, checkpoints, and a log a rank. Exit code 0; 1 if the file cannot be used or the run failed; 85 if it was
+    asked to stop and has saved.
 
     Example: [bold]lowtide train examples/yaml/train_swap_default.yaml --nproc 2 --log-dir output/msrun[/bold]
     """
@@ -299,6 +321,7 @@ def train(
         raise typer.BadParameter("lowtide train runs on Linux; on Windows, run it in WSL, or train a loop of your own")
     from lowtide.errors import LowtideError
     from lowtide.train.launch import launch, tie_to_launcher
+    from lowtide.train.stop import StopRequest, stop_signals
 
     gc.enable()  # the entry point turned it off for commands that end at once
     tie_to_launcher()
@@ -325,8 +348,11 @@ def train(
             watchdog=watchdog,
             timeout=timeout,
             track=track,
+            device=device,
+            stop_signal=stop_signal,
             as_json=as_json,
         )
+        signals = stop_signals(stop_signal)
         asked = {
             "nodes": nodes,
             "node_rank": node_rank,
@@ -335,13 +361,15 @@ def train(
             "timeout": timeout,
             "max_restarts": max_restarts,
             "log_dir": options.log_dir,
+            "stop_signals": signals,
         }
         settings = None if dry_run else _launch(processes, asked, parallel=_says(use_parallel))
         if settings is None:
             _note_single(check, options)
-            from lowtide.train.main import train as run
+            with StopRequest(() if dry_run else signals) as stop:
+                from lowtide.train.main import train as run
 
-            code = run(path, values, options)
+                code = run(path, values, options, stop)
         else:
             from lowtide.train.run import read_run
 
@@ -445,8 +473,11 @@ def _options(
     watchdog: float | None,
     timeout: float,
     track: list[Tracker] | None,
+    device: str | None,
+    stop_signal: str,
     as_json: bool,
 ) -> TrainOptions:
+    from lowtide.cost.devices import find_device
     from lowtide.train.launch import launched
     from lowtide.train.logs import level_of
     from lowtide.train.options import TrainOptions, restarted
@@ -455,6 +486,8 @@ def _options(
     if resume is not None and fresh:
         raise typer.BadParameter("--resume continues a run and --fresh starts one; give one of them")
     level_of()  # a wrong GLOG_v is said here, once
+    if device is not None:
+        find_device(device)  # and so is a device that is not known
     run_directory = Path(check.settings.top_level.output_dir)
     return TrainOptions(
         run_directory=run_directory,
@@ -466,6 +499,8 @@ def _options(
         watchdog=watchdog,
         timeout=timeout,
         track=tuple(str(one) for one in track or ()),
+        device=device,
+        stop_signal=stop_signal,
         redirect=launched(),
         restarted=restarted(),
     )
@@ -504,6 +539,9 @@ def _arguments(file: Path, values: Values, options: TrainOptions) -> list[str]:
     import json
 
     arguments = ["train", str(file), "--log-dir", str(options.log_dir), "--timeout", str(options.timeout)]
+    arguments += ["--stop-signal", options.stop_signal]
+    if options.device is not None:
+        arguments += ["--device", options.device]
     for path, value in values.items():  # JSON is YAML, and keeps the type of each value
         arguments += ["--set", ".".join(map(str, path)) + "=" + json.dumps(value)]
     if options.resume is not None:

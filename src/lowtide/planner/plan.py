@@ -101,5 +101,4 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: the share of the device's peak that the model's own FLOPs are."""
-        most = self.workload.peak_flops * self.simulation.seconds
-        return self.workload.flops / most if most and self.workload.flops else None
+        return self.workload.mfu(self.simulation.seconds)

@@ -51,6 +51,12 @@ class Workload:
         """All devices of the run; 0 where it is not known."""
         return self.layout.world if self.layout is not None else 0
 
+    def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation of a step that takes so long: the share of the device's peak that the model's own
+        FLOPs are; None where either is not known."""
+        most = self.peak_flops * seconds
+        return self.flops / most if most and self.flops else None
+
     def as_json(self) -> dict[str, Any]:
         """The fields, and what follows from them, as plain JSON values."""
         layout = self.layout.as_json() if self.layout is not None else {}

@@ -89,8 +89,8 @@ class Checkpoints:
             logger.info("removing %d checkpoints that were cut off: %s", len(leftovers), _names_of(leftovers))
             self._clean(leftovers)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Save the state. When this returns the checkpoint is committed or, if asynchronous, under way.
+    def save(self, step: int, state: TrainState) -> Path:
+        """Save the state; where. When this returns the checkpoint is committed or, if asynchronous, under way.
 
         A save that is still under way is waited for first.
 
@@ -113,7 +113,7 @@ class Checkpoints:
             if self.asynchronous:
                 saving: Any = async_save(state.tensors(), **common)
                 self._flight = (path, saving)
-                return
+                return path
             save(state.tensors(), **common)
         except CheckpointError:
             raise
@@ -121,6 +121,7 @@ class Checkpoints:
             raise _failed(path, error) from error
         if self._ranks.rank == 0:
             self._clean([])
+        return path
 
     def poll(self) -> bool:
         """Whether no save is under way. Does not communicate and does not wait; an error of a finished save is

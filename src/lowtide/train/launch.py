@@ -16,6 +16,7 @@ from typing import Any
 
 from lowtide.errors import LaunchError
 from lowtide.train.logs import level_of, log_file
+from lowtide.train.stop import STOPPED, StopForwarder
 
 __all__ = ["Launch", "launch", "launched", "tie_to_launcher"]
 
@@ -24,6 +25,8 @@ LAUNCHER = "LOWTIDE_LAUNCHER"
 TAIL = 20
 """Lines of a failed rank's log that are shown; more if an error is as long."""
 
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals on which torch's agent ends the ranks, unless they mean something else."""
 _ERROR = re.compile(r"(\[rank\d+\]: )?(Traceback \(|error: )")  # torch marks a rank's traceback with the rank
 
 
@@ -47,6 +50,8 @@ class Launch:
     """How often all ranks are started again after one failed."""
     log_dir: Path | None = None
     """Where ranks write their `worker_N.log`; its last lines are shown when a rank fails."""
+    stop_signals: tuple[signal.Signals, ...] = ()
+    """Signals on which the ranks save and stop; empty for ranks that do not know how."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("processes", self.processes, 1), ("nodes", self.nodes, 1)):
@@ -66,8 +71,9 @@ class Launch:
 def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callable[[str], None] | None = None) -> int:
     """Run ``python -m module arguments`` as every rank of this node, and return the exit code.
 
-    0 if all ranks ended well; the first failed rank's exit code (128 + signal where a signal ended it, as a shell has
-    it); 130 after Ctrl-C. ``say`` gets what there is to say about a failure, standard error unless given.
+    0 if all ranks ended well; 85 if they saved and stopped on one of ``stop_signals``; the first failed rank's exit
+    code (128 + signal where a signal ended it, as a shell has it); 130 after Ctrl-C. ``say`` gets what there is to say
+    about a failure, standard error unless given.
 
     ``launch("lowtide", ["train", "run.yaml"], Launch(processes=8, log_dir=Path("output/msrun")))``
     """
@@ -87,6 +93,12 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
     if settings.processes > 1:  # each rank would otherwise take all cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // settings.processes)))
     with tempfile.TemporaryDirectory(prefix="lowtide-launch-") as scratch:
+        forwarder = StopForwarder(settings.stop_signals, Path(scratch))
+        os.environ |= forwarder.environment()
+
+        def end(number: signal.Signals) -> None:
+            raise SignalException(f"got {number.name} twice", sigval=number)
+
         config = LaunchConfig(
             min_nodes=settings.nodes,
             max_nodes=settings.nodes,
@@ -95,7 +107,8 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
             role="rank",
             max_restarts=settings.max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            **_rendezvous(settings),
+            signals_to_handle=",".join(one for one in _ENDING if signal.Signals[one] not in settings.stop_signals),
+            **_rendezvous(settings, lambda: forwarder.start(end)),
         )
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
@@ -121,9 +134,10 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
                 " every node was started with the same --nnodes and its own --node-rank; --timeout waits longer"
             ) from error
         finally:  # what was set for the ranks is not for the caller
+            forwarder.close()
             os.environ.clear()
             os.environ.update(before)
-    return 0
+        return STOPPED if forwarder.stopped() else 0
 
 
 def launched() -> bool:
@@ -147,7 +161,7 @@ def tie_to_launcher() -> None:
         os._exit(1)
 
 
-def _rendezvous(settings: Launch) -> dict[str, Any]:
+def _rendezvous(settings: Launch, met: Callable[[], None]) -> dict[str, Any]:
     """One node meets itself on a port that is free; several meet at the given address, each with its own rank."""
     from lowtide.train.rendezvous import BACKEND, local_address, register
 
@@ -161,6 +175,7 @@ def _rendezvous(settings: Launch) -> dict[str, Any]:
         "rdzv_configs": {
             "node_rank": settings.node_rank,
             "is_host": settings.node_rank == 0,
+            "met": met,
             "join_timeout": int(settings.timeout),
             "timeout": int(settings.timeout),
         },

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lowtide.adaptive.settings import profiling_warnings
 from lowtide.config.schema import Settings
 from lowtide.config.schema.callbacks import MFLossMonitor, MoEDropRateCallback
+from lowtide.planner.workload import Workload
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle
 from lowtide.runtime.limits import Limits
@@ -40,6 +41,7 @@ from lowtide.train.run import Run
 from lowtide.train.run_directory import RunDirectory
 from lowtide.train.state import TrainState
 from lowtide.train.step import Outcome, Step
+from lowtide.train.stop import StopRequest
 from lowtide.train.watchdog import Watchdog
 from lowtide.train.weights import load_weights
 
@@ -96,6 +98,12 @@ class Loop:
         )
         self.number = 0
         """The step this rank is in."""
+        self.workload: Workload | None = None
+        """What a step computes, and the device's peak; None where MFU is not known."""
+        self.stop: StopRequest | None = None
+        """What asks the run to save and end early; None where nothing does."""
+        self.stopping = False
+        """Whether any rank was asked to, known to all from the same step on."""
         self.watchdog = _watchdog(options, directory)
         objective = Objective(run, meshes.data.get_group(), job.models)
         self.step = Step(
@@ -109,6 +117,7 @@ class Loop:
             self._pipeline(objective),
             self._at,
             packing_of(settings, run),
+            lambda: self.stop is not None and self.stop.signal_name is not None,
         )
         self.state = TrainState(
             parts=job.models,
@@ -163,6 +172,7 @@ class Loop:
         """Train to the last step; what became of the run, for ``--json``."""
         begun = self.resume()
         record: StepRecord | None = None
+        stopped = False
         with ExitStack() as stack:
             stack.callback(self.data.close)
             if self.adaptive is not None:
@@ -178,18 +188,31 @@ class Loop:
                     monitor.step(record)
                 self._write_receipts(step)
                 self.checkpoints.poll()
-                if self.save_every and (step % self.save_every == 0 or step == self.last):
+                stopped = self.stopping and step < self.last
+                if stopped or (self.save_every and (step % self.save_every == 0 or step == self.last)):
                     self._at("checkpoint")
-                    self.checkpoints.save(step, self.state)
+                    saved = self.checkpoints.save(step, self.state)
+                if stopped:
+                    self.checkpoints.wait()
+                    self._say_stopped(step, saved)
+                    break
         if wants_memory_statistics():
             for line in memory_statistics(self.receipts):
                 logger.info("%s", line)
         return {
             "run_directory": str(self.directory.path),
             "steps": self.last,
+            "stopped_after": self.number if stopped else None,
             "resumed_from": begun or None,
             "loss": record.loss if record is not None else None,
         }
+
+    def _say_stopped(self, step: int, saved: Path) -> None:
+        asked = self.stop.signal_name if self.stop is not None else None
+        logger.warning(
+            "stopped after step %d of %d by %s: saved %s; the same command continues from there",
+            *(step, self.last, asked or "a signal to another rank", saved),
+        )
 
     def resume(self) -> int:
         """Load the checkpoint the run continues from; the step it was saved after, 0 for the beginning."""
@@ -219,6 +242,7 @@ class Loop:
         batches = self.data.for_step(consumed)
         rate = self.rates.set(step - 1)
         outcome = self.step(batches) if self.adaptive is None else self._adapted(self.adaptive, batches)
+        self.stopping = outcome.stop
         consumed += self.run.samples_per_step
         self.state.progress.update(step=step, loss_scale=self.step.scale.state_dict(), **self.data.state(consumed))
         return self._record(step, outcome, rate, time.perf_counter() - begin)
@@ -255,6 +279,7 @@ class Loop:
             tokens=self.run.samples_per_step * self.run.sequence,
             samples=int(self.state.progress["samples"]),
             peak_bytes=_peak_bytes(),
+            mfu=self.workload.mfu(seconds) if self.workload is not None else None,
         )
 
     def monitors(self, begun: int, console: Console | None) -> list[Monitor]:

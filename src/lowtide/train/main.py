@@ -19,6 +19,7 @@ from lowtide.config.check import Check, check_file
 from lowtide.config.schema.callbacks import CheckpointMonitor
 from lowtide.errors import ConfigError
 from lowtide.operators.names import layer_operators
+from lowtide.planner.workload import Workload
 from lowtide.policy import Policy
 from lowtide.runtime.limits import Limits
 from lowtide.train.checkpoint import Checkpoints
@@ -31,6 +32,8 @@ from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
 from lowtide.train.run_directory import RunDirectory, config_text, on_first_rank, open_run_directory
+from lowtide.train.stop import StopRequest
+from lowtide.train.utilisation import Known, known_workload
 from lowtide.train.without_effect import settings_without_effect
 
 __all__ = ["prepare", "train"]
@@ -41,25 +44,41 @@ Overrides: TypeAlias = Mapping[tuple[str | int, ...], Any]
 logger = logging.getLogger(__name__)
 
 
-def train(file: Path, overrides: Overrides, options: TrainOptions) -> int:
-    """Train what ``file`` says, as one rank of those that were started; the exit code."""
+def train(file: Path, overrides: Overrides, options: TrainOptions, stop: StopRequest | None = None) -> int:
+    """Train what ``file`` says, as one rank of those that were started; the exit code.
+
+    ``stop`` is what asks the run to save and end early.
+    """
     if options.dry_run:
         from lowtide.train.dry_run import dry_run
 
         check = check_described(file, overrides)
         return dry_run(read_run(check), check, as_json=options.json)
-    check = check_described(file, overrides)  # before there is a process group: the model is run in one of its own
+    # Both before there is a process group: the model is run in one of its own.
+    check = check_described(file, overrides)
+    known = known_workload(check, options.device) if check.ok and os.environ.get("RANK", "0") == "0" else None
     with ExitStack() as stack:
         device = stack.enter_context(process_group(timedelta(seconds=options.timeout)))
         logs = start_logging(dist.get_rank(), options.log_dir, continued=options.restarted, redirect=options.redirect)
         stack.callback(logs.close)
         stack.enter_context(warnings_in_log())
         loop = prepare(file, overrides, options, device, check)
+        loop.stop = stop
+        loop.workload = _workload(known)
         result = loop.train(logs.console)
         loop.checkpoints.close()
         if options.json and dist.get_rank() == 0:
             print(json.dumps(result))
-    return 0
+    return stop.saved() if stop is not None and result["stopped_after"] else 0
+
+
+def _workload(known: Known | None) -> Workload | None:
+    """What the first rank knows of the step's FLOPs, on every rank; where that is nothing, the log says why, once."""
+    shared = on_first_rank(lambda: known)
+    if shared is None or shared.workload is None:
+        logger.info("MFU is left out of the log: %s", shared.reason if shared is not None else "")
+        return None
+    return shared.workload
 
 
 def prepare(

@@ -36,6 +36,10 @@ class TrainOptions:
     """Seconds to wait for other ranks, at the start and in a collective."""
     redirect: bool = False
     """Whether what a rank prints, and what libraries print in it, goes to its log instead of the terminal."""
+    device: str | None = None
+    """Whose peak MFU is measured against: a known device's name or a calibrated one's file; None for the one here."""
+    stop_signal: str = "USR1"
+    """The signal on which the run saves and stops, as on SIGTERM; `none` for SIGTERM alone."""
     restarted: bool = False
     """Whether torchrun started this process again after a failure: the run then goes on by itself."""
 

@@ -48,6 +48,13 @@ class StepRecord:
     """The share of routed slots beyond an expert's capacity, by layer."""
     peak_bytes: int | None = None
     """The device allocator's peak in this step; None on a CPU."""
+    mfu: float | None = None
+    """Model FLOPs utilisation; None where the device's peak or the model's FLOPs are not known."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks in a second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 class Monitor(Protocol):

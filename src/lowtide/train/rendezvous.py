@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +62,7 @@ def _resolve(address: str) -> Any:
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     settings = dict(parameters.config)
     rank = int(settings.pop("node_rank"))
+    met: Callable[[], None] = settings.pop("met")
     inner = RendezvousParameters(
         backend="c10d",
         endpoint=parameters.endpoint,
@@ -71,17 +73,20 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         **settings,
     )
     timeout = timedelta(seconds=float(settings["timeout"]))
-    return _Ranked(rendezvous_handler_registry.create_handler(inner), rank, parameters.local_addr or "", timeout)
+    return _Ranked(rendezvous_handler_registry.create_handler(inner), rank, parameters.local_addr or "", timeout, met)
 
 
 class _Ranked(RendezvousHandler):
     """Meets as c10d does; the rank is the one that was given, and the processes' store is new in each round."""
 
-    def __init__(self, inner: RendezvousHandler, rank: int, address: str, timeout: timedelta) -> None:
+    def __init__(
+        self, inner: RendezvousHandler, rank: int, address: str, timeout: timedelta, met: Callable[[], None]
+    ) -> None:
         self._inner = inner
         self._rank = rank
         self._address = address
         self._timeout = timeout
+        self._met = met  # called when all nodes are there
         self._round = 0
         self._server: TCPStore | None = None
 
@@ -100,6 +105,7 @@ class _Ranked(RendezvousHandler):
             self._server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
             port = self._server.port
         place = RendezvousStoreInfo.build(self._rank, store, self._address, server_port=port)
+        self._met()
         return RendezvousInfo(found.store, self._rank, found.world_size, place)
 
     @property

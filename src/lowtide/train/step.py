@@ -49,6 +49,8 @@ class Outcome:
     overflow: bool
     skipped: bool
     loss_scale: float
+    stop: bool
+    """Whether any rank was asked to stop."""
 
 
 class Step:
@@ -66,8 +68,9 @@ class Step:
         pipeline: Pipeline | None,
         place: Place = lambda where: None,
         packing: Packing | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.packing = packing
+        self.packing, self.asked_to_stop = packing, asked_to_stop
         self.run, self.meshes, self.parts, self.optimizers = run, meshes, parts, optimizers
         self.scale, self.objective, self.experts = scale, objective, experts
         self.pipeline, self.place = pipeline, place
@@ -106,7 +109,7 @@ class Step:
             bias.add_(change)
         self.scale = self.scale.after(overflow=overflow)
         self.under_way = False
-        main, reported = self._reported(summed)
+        main, reported, stop = self._reported(summed)
         others = self.experts.losses(reported, self.run.micro_steps)
         return Outcome(
             loss=main + sum(others.values()),
@@ -116,6 +119,7 @@ class Step:
             overflow=overflow,
             skipped=skipped,
             loss_scale=scale,
+            stop=stop,
         )
 
     def _drop_attempt(self) -> None:
@@ -171,19 +175,19 @@ class Step:
         return global_norm(self.parameters, stages=self.run.degrees.pipeline, device=self.meshes.device)
 
     def _summed(self, losses: Tensor) -> Tensor:
-        """The loss over all ranks, then what their routers report: one small all-reduce.
+        """The loss over all ranks, what their routers report, how many were asked to stop: one small all-reduce.
 
         Ranks without the last pipeline stage, or without routers, have zeros to add.
         """
         loss = self.objective.value(losses).to(torch.float32).reshape(1)
-        value = torch.cat((loss, self.experts.reported().to(torch.float32)))
+        value = torch.cat((loss, self.experts.reported().to(torch.float32), loss.new_full((1,), self.asked_to_stop())))
         dist.all_reduce(value)
         return value
 
-    def _reported(self, summed: Tensor) -> tuple[float, Tensor]:
+    def _reported(self, summed: Tensor) -> tuple[float, Tensor, bool]:
         """The same on the host, once the device has come so far."""
         value = summed.cpu() / (self.run.degrees.data * self.run.degrees.tensor)
-        return float(value[0]), value[1:]
+        return float(value[0]), value[1:-1], float(value[-1]) > 0
 
 
 @contextmanager

@@ -27,7 +27,8 @@ class JsonLines:
 
     def step(self, record: StepRecord) -> None:
         """Write the step."""
-        self._stream.write(json.dumps(_plain(dataclasses.asdict(record)), separators=(",", ":")) + "\n")
+        values = {**dataclasses.asdict(record), "tokens_per_second": record.tokens_per_second}
+        self._stream.write(json.dumps(_plain(values), separators=(",", ":")) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -35,7 +35,10 @@ class LossLine:
         bar = "█" * int(WIDTH * done)
         left = datetime.timedelta(seconds=int((record.steps - record.step) * record.seconds))
         speed = self._samples_per_rank / record.seconds if record.seconds > 0 else 0.0
-        logger.info("  %4.1f%% |%-*s| %.5f samples/s/p  %s }", 100 * done, WIDTH, bar, speed, left)
+        rates = f"{speed:.5f} samples/s/p, {record.tokens_per_second:,.0f} tokens/s"
+        if record.mfu is not None:
+            rates += f", MFU {record.mfu:.1%}"
+        logger.info("  %4.1f%% |%-*s| %s  %s }", 100 * done, WIDTH, bar, rates, left)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -40,7 +40,7 @@ class ProgressBar:
         """Move the bar; the first step draws it, at the step a resumed run has reached."""
         if self._progress is None:
             return
-        speed = record.tokens / record.seconds if record.seconds > 0 else 0.0
+        speed = record.tokens_per_second
         if self._task is None:
             self._task = self._progress.add_task(
                 "steps", total=record.steps, completed=record.step, loss=record.loss, speed=speed

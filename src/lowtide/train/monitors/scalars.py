@@ -14,12 +14,14 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "learning_rate": record.learning_rate,
         "loss_scale": record.loss_scale,
         "seconds": record.seconds,
-        "tokens_per_second": record.tokens / record.seconds if record.seconds > 0 else 0.0,
+        "tokens_per_second": record.tokens_per_second,
         "samples": float(record.samples),
         "skipped": float(record.skipped),
     }
     if record.global_norm is not None:
         values["global_norm"] = record.global_norm
+    if record.mfu is not None:
+        values["mfu"] = record.mfu
     if record.peak_bytes is not None:
         values["peak_bytes"] = float(record.peak_bytes)
     values |= {f"loss/{name}": value for name, value in record.losses.items()}
