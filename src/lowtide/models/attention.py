@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowtide.models.context import ToHeads, ToTokens
 from lowtide.models.rotary import RotaryEmbedding, attention_scale
 from lowtide.models.shape import DecoderShape
 
@@ -30,6 +31,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head, eps=shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(head, eps=shape.rms_norm_eps) if shape.qk_norm else None
         self.apply_rotary_emb = RotaryEmbedding(shape)
+        self.to_heads: ToHeads | None = None
+        self.to_tokens: ToTokens | None = None
+        """Set both where ranks have some of the tokens each."""
 
     def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         queries, keys, values = (
@@ -38,8 +42,12 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = self.apply_rotary_emb(queries, keys, rotary)
+        if self.to_heads is not None:
+            queries, keys, values = self.to_heads(queries, keys, values)
         dropout = self.dropout if self.training else 0.0
         mixed = attend(queries, keys, values, self.scale, dropout=dropout, fused=self.fused, mask=mask)
+        if self.to_tokens is not None:
+            mixed = self.to_tokens(mixed)
         projected: Tensor = self.wo(mixed)
         return projected
 

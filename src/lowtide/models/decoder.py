@@ -52,6 +52,8 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
         self.head = Head(shape) if last else None
         self.predictions = predictions
+        self.first_position = 0
+        """Of the tokens that this rank has; not 0 where others have those before."""
         self.register_buffer("rotary", rotary_table(shape), persistent=False)
         self.tie()
 
@@ -75,8 +77,9 @@ class Decoder(nn.Module):
         """``hidden`` is tokens ``[batch, sequence]`` on the first stage, hidden states on others.
 
         ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on, ``documents``, the number of
-        each token's document, where tokens look at those of their own only. With ``labels`` the last stage gives the
-        sum of the tokens' losses in place of logits, which are then never held at once.
+        each token's document, where tokens look at those of their own only: of all tokens, also where a rank has some.
+        With ``labels`` the last stage gives the sum of the tokens' losses in place of logits, which are then never
+        held at once.
         """
         tokens = hidden
         if self.embedding is not None:
@@ -86,7 +89,7 @@ class Decoder(nn.Module):
                     " raise seq_length or max_position_embeddings of the model"
                 )
             hidden = self.embedding(hidden)
-        rotary = self.rotary if positions is None else self.rotary[:, positions]
+        rotary = self.rotary[:, self.first_position :] if positions is None else self.rotary[:, positions]
         more = {} if documents is None else {"mask": document_mask(documents)}
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, **more)

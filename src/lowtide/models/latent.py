@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
 from lowtide.models.attention import attend
+from lowtide.models.context import ToHeads, ToTokens
 from lowtide.models.rotary import RotaryEmbedding, attention_scale
 from lowtide.models.shape import DecoderShape, LatentShape
 
@@ -37,6 +38,9 @@ class LatentAttention(nn.Module):
         self.apply_rotary_emb = RotaryEmbedding(shape)
         self.tensor_mesh: DeviceMesh | None = None
         """Set it where ranks hold some of the heads each: they share the keys' positional part."""
+        self.to_heads: ToHeads | None = None
+        self.to_tokens: ToTokens | None = None
+        """Set both where ranks have some of the tokens each."""
 
     def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         latent = self.latent
@@ -59,6 +63,8 @@ class LatentAttention(nn.Module):
         queries_turning, shared = self.apply_rotary_emb(queries_turning, shared.unsqueeze(-2), rotary)
         queries = torch.cat((queries_plain, queries_turning), -1)
         keys = torch.cat((keys, shared.expand(-1, -1, keys.shape[-2], -1)), -1)
+        if self.to_heads is not None:
+            queries, keys, values = self.to_heads(queries, keys, values)
         # The fused kernels want values as wide as keys.
         narrow = plain + turning - latent.v_head_dim if self.fused else 0
         if narrow > 0:
@@ -67,5 +73,7 @@ class LatentAttention(nn.Module):
         mixed = attend(queries, keys, values, self.scale, dropout=dropout, fused=self.fused, mask=mask)
         if narrow > 0:
             mixed = mixed.unflatten(-1, (-1, plain + turning))[..., : latent.v_head_dim].flatten(-2)
+        if self.to_tokens is not None:
+            mixed = self.to_tokens(mixed)
         projected: Tensor = self.linear_proj(mixed)
         return projected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import prod
 from typing import Any
 
 from lowtide.errors import TraceError
@@ -14,19 +13,22 @@ __all__ = ["Layout", "group_channel", "stride_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How many ways the work is shared; the product of the first four is the number of ranks.
+    """How many ways the work is shared; the product of all but the last is the number of ranks.
 
-    Neighbouring ranks share a layer's matrices, then parameters, then copies; pipeline stages lie farthest apart.
+    Neighbouring ranks share a layer's matrices, then samples, then parameters, then copies; pipeline stages lie
+    farthest apart.
     """
 
     replicate: int = 1
     """Copies of the whole model (DDP), or of the groups that share it (HSDP)."""
     shard: int = 1
-    """Ranks that share parameters, gradients and optimizer states (FSDP)."""
+    """Ranks with other samples that share parameters, gradients and optimizer states (FSDP)."""
     pipeline: int = 1
     """Pipeline stages."""
     tensor: int = 1
     """Ranks that share each layer's matrices."""
+    context: int = 1
+    """Ranks that have some tokens each of the same samples."""
     expert: int = 1
     """Ranks, among those that share the data, that share the experts of each layer."""
 
@@ -36,14 +38,19 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def sharded(self) -> int:
+        """Ranks over which FSDP shards: those that have other samples or other tokens."""
+        return self.shard * self.context
+
+    @property
     def stage(self) -> int:
         """Ranks of one pipeline stage."""
-        return self.data * self.tensor
+        return self.data * self.context * self.tensor
 
     @property
     def world(self) -> int:
         """All ranks."""
-        return prod((self.data, self.pipeline, self.tensor))
+        return self.stage * self.pipeline
 
     def crosses_nodes(self, stage: int, other: int, devices_per_node: int) -> bool:
         """Whether some rank of a pipeline stage and its counterpart in another are on different nodes.

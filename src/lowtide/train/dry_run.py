@@ -13,7 +13,7 @@ from lowtide.models.build import build_model
 from lowtide.models.shape import shape_of
 from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
 from lowtide.train.data.packing import packing_of
-from lowtide.train.job import refuse_predictions
+from lowtide.train.job import refuse_context, refuse_predictions
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 from lowtide.units import format_bytes
@@ -43,6 +43,7 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
             "replicate": degrees.replicate,
             "shard": degrees.shard,
             "tensor": degrees.tensor,
+            "context": degrees.context,
             "sequence_parallel": degrees.sequence_parallel,
             "pipeline": degrees.pipeline,
             "expert": degrees.expert,
@@ -69,13 +70,14 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
         return plan
     shape = shape_of(settings)
     refuse_predictions(shape, run)
+    refuse_context(shape, run)
     for rank in range(degrees.pipeline):
         for stage in stages_of(run.placement, rank):
             with torch.device("meta"):
                 layers = None if stage.total == 1 else stage.layers  # a whole model has its prediction layers too
                 model = build_model(shape, layers=layers, first=stage.first, last=stage.last)
             numbers = sum(parameter.numel() for parameter in model.parameters())
-            held = numbers // (degrees.tensor * degrees.shard)
+            held = numbers // (degrees.tensor * degrees.sharded)
             plan["stages"].append(
                 {
                     "rank": rank,

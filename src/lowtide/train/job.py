@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,16 @@ from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
 from lowtide.train.mesh import Meshes
-from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
+from lowtide.train.parallel import (
+    apply_context_parallel,
+    apply_expert_parallel,
+    apply_fsdp,
+    apply_tensor_parallel,
+)
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 
-__all__ = ["Job", "build_job", "refuse_predictions", "stage_shapes"]
+__all__ = ["Job", "build_job", "refuse_context", "refuse_predictions", "stage_shapes"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +77,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             " would shard differently; write false, or use data parallel only"
         )
     refuse_predictions(shape, run)
+    refuse_context(shape, run)
     if shape.prediction_layers and run.adapt is not None:
         logger.warning("multi-token-prediction layers keep their activations: the adaptive mode decides those before")
     models, handles = [], []
@@ -80,6 +87,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             model = build_model(shape, layers=None if whole else stage.layers, first=stage.first, last=stage.last)
         model = model.to(getattr(torch, run.precision.parameters))
         apply_tensor_parallel(model, run, meshes)
+        apply_context_parallel(model, run.sequence, meshes)
         apply_expert_parallel(model, meshes)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
@@ -123,14 +131,39 @@ def refuse_predictions(shape: DecoderShape, run: Run) -> None:
         )
 
 
+def refuse_context(shape: DecoderShape, run: Run) -> None:
+    """ConfigError where a model does not go with context parallel as the run has it."""
+    degrees = run.degrees
+    if degrees.context == 1:
+        return
+    asked = f"context_parallel is {degrees.context}"
+    heads = shape.num_attention_heads
+    if shape.latent is None:
+        heads = gcd(heads, shape.num_key_value_heads)
+    if heads % (degrees.tensor * degrees.context):
+        raise ConfigError(
+            f"{asked}: its ranks get some of the heads each in attention, and {heads} heads of queries and keys cannot"
+            f" be spread evenly over tensor {degrees.tensor} x context {degrees.context}"
+        )
+    parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
+    if run.sequence % parts:
+        raise ConfigError(f"{asked}: samples of {run.sequence} tokens cannot be split into {parts} equal parts")
+    if shape.prediction_layers:
+        raise ConfigError(
+            f"{asked}: multi-token-prediction layers look one token ahead, which may be on another rank; write"
+            " num_nextn_predict_layers: 0"
+        )
+
+
 def _build_hugging_face(
     run: Run, settings: Settings, policy: Policy | None, meshes: Meshes, limits: Limits | None
 ) -> Job:
     degrees = run.degrees
-    if degrees.pipeline * degrees.tensor * degrees.expert > 1:
+    if degrees.pipeline * degrees.tensor * degrees.expert * degrees.context > 1:
         raise ConfigError(
             f"models of transformers ({settings.top_level.pretrained_model_dir}) are trained with data parallel and"
-            f" FSDP only; found tensor {degrees.tensor}, pipeline {degrees.pipeline}, expert {degrees.expert}"
+            f" FSDP only; found tensor {degrees.tensor}, pipeline {degrees.pipeline}, expert {degrees.expert}, context"
+            f" {degrees.context}"
         )
     model = HuggingFaceDecoder(settings.top_level.pretrained_model_dir, seed=run.seed)
     model = model.to(meshes.device, getattr(torch, run.precision.parameters)).train()
@@ -168,12 +201,13 @@ def stage_shapes(
 ) -> tuple[Tensor, Tensor]:
     """What goes into a stage and comes out of it, as tensors on meta; the last gives logits of the ``share``."""
     parameters, logits = (getattr(torch, name) for name in (run.precision.parameters, run.precision.compute))
-    stream = logits if run.degrees.shard > 1 else parameters  # FSDP computes all in one type, autocast only products
-    length = run.sequence // (run.degrees.tensor if run.degrees.sequence_parallel else 1)
+    stream = logits if run.degrees.sharded > 1 else parameters  # FSDP computes all in one type, autocast only products
+    own = run.sequence // run.degrees.context
+    length = own // (run.degrees.tensor if run.degrees.sequence_parallel else 1)
     vocabulary = share.size if share is not None else shape.vocab_size
     # torch sends a gradient back for what is said to need one
     hidden = torch.empty(run.batch_size, length, shape.hidden_size, dtype=stream, device="meta", requires_grad=True)
-    tokens = torch.empty(run.batch_size, run.sequence, dtype=torch.int64, device="meta")
+    tokens = torch.empty(run.batch_size, own, dtype=torch.int64, device="meta")
     scores = torch.empty(run.batch_size, run.sequence, vocabulary, dtype=logits, device="meta", requires_grad=True)
     if shape.head_loss == "chunked":
         scores = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

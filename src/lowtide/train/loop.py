@@ -86,7 +86,7 @@ class Loop:
             settings,
             source,
             batch_size=run.batch_size,
-            data_rank=meshes.data.get_local_rank(),
+            data_rank=meshes.samples_from,
             data_ranks=run.degrees.data,
             samples_per_step=run.samples_per_step,
             seed=run.seed,
@@ -105,7 +105,8 @@ class Loop:
         self.stopping = False
         """Whether any rank was asked to, known to all from the same step on."""
         self.watchdog = _watchdog(options, directory)
-        objective = Objective(run, meshes.data.get_group(), job.models)
+        place = meshes.context.get_local_rank() if meshes.context is not None else 0
+        objective = Objective(run, meshes.data.get_group(), job.models, place)
         self.step = Step(
             run,
             meshes,

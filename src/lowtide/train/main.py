@@ -187,13 +187,14 @@ def _say(check: Check, run: Run, directory: RunDirectory) -> None:
         logger.info("%s", note)
     degrees = run.degrees
     logger.info(
-        "ranks: %d; data %d (replicate %d x shard %d), tensor %d, pipeline %d, expert %d; %d samples a step"
-        " (%d x %d micro-steps x %d ranks); %s %s",
+        "ranks: %d; data %d (replicate %d x shard %d), tensor %d, context %d, pipeline %d, expert %d; %d samples"
+        " a step (%d x %d micro-steps x %d ranks); %s %s",
         degrees.world,
         degrees.data,
         degrees.replicate,
         degrees.shard,
         degrees.tensor,
+        degrees.context,
         degrees.pipeline,
         degrees.expert,
         run.samples_per_step,

@@ -26,9 +26,11 @@ class Meshes:
     device: torch.device
     """This rank's device."""
     data: DeviceMesh
-    """The ranks that see other samples."""
+    """The ranks that see other samples, or other tokens of them."""
     sharded: DeviceMesh
     """The ranks that FSDP works over: those that share parameters, or for HSDP copies x those."""
+    context: DeviceMesh | None
+    """The ranks that have other tokens of the same samples; None where a rank has all."""
     tensor: DeviceMesh
     """The ranks that share each layer's matrices."""
     pipeline: DeviceMesh
@@ -37,6 +39,11 @@ class Meshes:
     """The ranks that share the experts of each layer; None where they are not shared."""
     expert_sharded: DeviceMesh | None
     """The ranks that have the same experts as this one, within those that share parameters."""
+
+    @property
+    def samples_from(self) -> int:
+        """This rank's place among those that see other samples."""
+        return self.data.get_local_rank() // (self.context.size() if self.context is not None else 1)
 
     @property
     def leads(self) -> bool:
@@ -82,10 +89,16 @@ def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
         "pipeline": degrees.pipeline,
         "replicate": degrees.replicate,
         **({"shard": degrees.shard} if degrees.expert == 1 else {"expert_sharded": outer, "expert": degrees.expert}),
+        **({"context": degrees.context} if degrees.context > 1 else {}),
         "tensor": degrees.tensor,
     }
     world = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    shard = world["shard"] if degrees.expert == 1 else flattened(world, ("expert_sharded", "expert"), "shard")
+    if degrees.context > 1:
+        shard = flattened(world, ("shard", "context"), "sharded")
+    elif degrees.expert > 1:
+        shard = flattened(world, ("expert_sharded", "expert"), "shard")
+    else:
+        shard = world["shard"]
     data, sharded = shard, shard
     if degrees.replicate > 1:
         inner = ("shard",) if degrees.expert == 1 else ("expert_sharded", "expert")
@@ -99,6 +112,7 @@ def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
         device=device,
         data=data,
         sharded=sharded,
+        context=world["context"] if degrees.context > 1 else None,
         tensor=world["tensor"],
         pipeline=world["pipeline"],
         expert=world["expert"] if degrees.expert > 1 else None,

@@ -21,11 +21,12 @@ class Objective:
     Data parallel averages gradients over its ranks; the weights here are such that the average comes out right, also
     where ranks have different numbers of tokens.
 
-    ``parts`` are this rank's parts of the model; a head among them says what of the logits it gives.
+    ``parts`` are this rank's parts of the model; a head among them says what of the logits it gives. Under context
+    parallel a rank has ``place`` among those that have some tokens each of the same samples.
     """
 
-    def __init__(self, run: Run, data: dist.ProcessGroup, parts: Sequence[nn.Module] = ()) -> None:
-        self.run, self.data = run, data
+    def __init__(self, run: Run, data: dist.ProcessGroup, parts: Sequence[nn.Module] = (), place: int = 0) -> None:
+        self.run, self.data, self.place = run, data, place
         self.head = next((one for part in parts for one in part.modules() if isinstance(one, Head)), None)
         self.ranks = run.degrees.data if run.update.sum_gradients else 1
         self.per_token: Tensor | None = None
@@ -35,9 +36,14 @@ class Objective:
         """A step begins: ``labels`` of all its micro-batches on this rank, and the factor on the loss."""
         self.scale = scale
         if self.run.update.per_token_loss:
-            tokens = torch.stack([(one != LEFT_OUT).sum() for one in labels]).sum().to(torch.float32)
+            tokens = torch.stack([(self.own(one) != LEFT_OUT).sum() for one in labels]).sum().to(torch.float32)
             dist.all_reduce(tokens, group=self.data)
-            self.per_token = self.run.degrees.data / tokens.clamp(min=1)
+            self.per_token = self.run.degrees.data * self.run.degrees.context / tokens.clamp(min=1)
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """Those of ``tokens``, ``[batch, sequence]``, that this rank has."""
+        ranks = self.run.degrees.context
+        return tokens if ranks == 1 else tokens.chunk(ranks, 1)[self.place].contiguous()
 
     @property
     def weight(self) -> float:
@@ -46,19 +52,21 @@ class Objective:
 
     def arguments(self, labels: Tensor) -> dict[str, Tensor]:
         """What the model needs besides the tokens: the labels, where its head computes the loss."""
-        return {"labels": labels} if self.head is not None and self.head.chunked else {}
+        return {"labels": self.own(labels)} if self.head is not None and self.head.chunked else {}
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
         """The weighed loss of one micro-batch; its backward gives the gradients.
 
-        ``output`` is what the model gives: logits, all of them or this rank's share, or the sum of the losses.
+        ``output`` is what the model gives for this rank's tokens: logits, all of them or this rank's share, or the sum
+        of the losses. ``labels`` are those of whole samples.
         """
         total = output
         if output.dim():
-            total = summed_cross_entropy(output, labels, self.head.share if self.head is not None else None)
+            total = summed_cross_entropy(output, self.own(labels), self.head.share if self.head is not None else None)
         if self.per_token is not None:
             return total * self.per_token * (self.scale * self.ranks)
-        return total / (labels != LEFT_OUT).sum().clamp(min=1) * self.weight
+        # The average over ranks is over those, too, that have other tokens of these samples.
+        return total / (labels != LEFT_OUT).sum().clamp(min=1) * (self.weight * self.run.degrees.context)
 
     def value(self, losses: Tensor) -> Tensor:
         """What the sum of this rank's weighed losses means: its share of the step's loss, before any scaling."""

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lowtide.models.attention import Attention
+from lowtide.models.context import ToHeads, ToTokens
 from lowtide.models.decoder import Decoder
 from lowtide.models.latent import LatentAttention
 from lowtide.models.moe import Experts, MixtureOfExperts, distribute_experts
@@ -25,7 +27,7 @@ from lowtide.models.sharded_loss import share_of
 from lowtide.train.mesh import Meshes
 from lowtide.train.run import Division
 
-__all__ = ["apply_expert_parallel", "apply_fsdp", "apply_tensor_parallel"]
+__all__ = ["apply_context_parallel", "apply_expert_parallel", "apply_fsdp", "apply_tensor_parallel"]
 
 _COLUMNS = (
     "attention.wq",
@@ -93,6 +95,17 @@ def _present(module: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     return {name: style for name, style in plan.items() if name in names}
 
 
+def apply_context_parallel(model: Decoder, tokens: int, meshes: Meshes) -> None:
+    """Context parallel: each rank has its share of the ``tokens`` of every sample."""
+    if meshes.context is None:
+        return
+    group = meshes.context.get_group()
+    model.first_position = tokens // meshes.context.size() * meshes.context.get_local_rank()
+    for layer in model.all_layers:
+        assert isinstance(layer.attention, Attention | LatentAttention)
+        layer.attention.to_heads, layer.attention.to_tokens = ToHeads(group), ToTokens(group)
+
+
 def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
     """Expert parallel: each rank keeps its share of the experts of every layer."""
     if meshes.expert is not None:
@@ -106,7 +119,7 @@ def apply_fsdp(
 
     What is outside the layers is gathered together, except that ``apart`` is gathered by itself.
     """
-    if run.degrees.shard == 1:
+    if run.degrees.sharded == 1:
         return
     precision = MixedPrecisionPolicy()
     if run.precision.compute != run.precision.parameters:

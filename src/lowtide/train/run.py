@@ -168,13 +168,8 @@ def _adapt(settings: Settings, device_memory: int | None) -> ReadSettings:
 def _read_graph(settings: Settings, placement: Placement, world: int | None) -> Run:
     parallel, runner, wrapper = settings.parallel_config, settings.runner_config, settings.runner_wrapper
     notes: list[str] = []
-    if parallel.context_parallel > 1:
-        raise ConfigError(
-            f"parallel_config.context_parallel is {parallel.context_parallel}: the runner does not shard sequences"
-            " over devices; write 1, and use model_parallel with use_seq_parallel"
-        )
     data = parallel.data_parallel
-    others = parallel.model_parallel * parallel.pipeline_stage
+    others = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
     if "parallel_config" not in settings.present and world is not None:
         data = _share(world, others)
     shards = 1
@@ -192,6 +187,7 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
         parallel.pipeline_stage,
         parallel.model_parallel,
         parallel.expert_parallel,
+        parallel.context_parallel,
         parallel.use_seq_parallel and parallel.model_parallel > 1,
         notes,
     )
@@ -233,12 +229,8 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
 def _read_2026(settings: Settings, placement: Placement, world: int | None) -> Run:
     parallel, training = settings.parallelism, settings.training
     notes: list[str] = []
-    if parallel.context_parallel > 1:
-        raise ConfigError(
-            f"parallelism.context_parallel is {parallel.context_parallel}: the runner does not shard sequences over"
-            " devices; write 1, and use tensor_parallel"
-        )
-    others = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.data_parallel_replicate
+    others = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.context_parallel
+    others *= parallel.data_parallel_replicate
     shards = parallel.data_parallel_shard or _share(world or others, others)
     degrees = _degrees(
         shards * parallel.data_parallel_replicate,
@@ -246,6 +238,7 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
         parallel.pipeline_parallel,
         parallel.tensor_parallel,
         parallel.expert_parallel,
+        parallel.context_parallel,
         parallel.tensor_parallel > 1,
         notes,
     )
@@ -291,15 +284,27 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
 
 
 def _degrees(
-    data: int, shards: int, pipeline: int, tensor: int, expert: int, sequence_parallel: bool, notes: list[str]
+    data: int,
+    shards: int,
+    pipeline: int,
+    tensor: int,
+    expert: int,
+    context: int,
+    sequence_parallel: bool,
+    notes: list[str],
 ) -> Degrees:
+    if expert > 1 and context > 1:
+        raise ConfigError(
+            f"expert_parallel is {expert} and context_parallel {context}: experts are not spread over ranks that share"
+            " samples; write 1 for one of them"
+        )
     if expert > 1 and data % expert:
         raise ConfigError(f"expert_parallel is {expert} and does not divide the {data} data-parallel ranks")
-    if data > 1 and (tensor > 1 or expert > 1) and shards % (expert if expert > 1 else data):
+    if data > 1 and (tensor > 1 or expert > 1 or context > 1) and shards % (expert if expert > 1 else data):
         # DDP holds no parameters that are sharded already; HSDP together with tensor parallel is not proved.
         notes.append(
             f"parameters are shared by all {data} data-parallel ranks (FSDP): copies of them do not go with"
-            f" {'tensor' if tensor > 1 else 'expert'} parallel"
+            f" {'tensor' if tensor > 1 else 'expert' if expert > 1 else 'context'} parallel"
         )
         shards = data
     return Degrees(
@@ -307,6 +312,7 @@ def _degrees(
         shard=shards,
         pipeline=pipeline,
         tensor=tensor,
+        context=context,
         expert=expert,
         sequence_parallel=sequence_parallel,
     )
@@ -322,9 +328,9 @@ def _check_world(degrees: Degrees, world: int | None, section: str) -> None:
     if world is None or world == degrees.world:
         return
     raise ConfigError(
-        f"{section} asks for {degrees.world} processes (data {degrees.data} x tensor {degrees.tensor} x pipeline"
-        f" {degrees.pipeline}) and {world} were started; start {degrees.world} (--nproc {degrees.world} on one"
-        " machine), or change the degrees"
+        f"{section} asks for {degrees.world} processes (data {degrees.data} x tensor {degrees.tensor} x context"
+        f" {degrees.context} x pipeline {degrees.pipeline}) and {world} were started; start {degrees.world} (--nproc"
+        f" {degrees.world} on one machine), or change the degrees"
     )
 
 

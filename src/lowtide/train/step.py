@@ -139,7 +139,7 @@ class Step:
         tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
         labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
         with self._autocast():
-            losses = self.pipeline.run(tokens, labels, self.objective.arguments(labels))
+            losses = self.pipeline.run(self.objective.own(tokens), labels, self.objective.arguments(labels))
         return losses if losses is not None else torch.zeros((), device=self.meshes.device)
 
     def _accumulated(self, batches: Sequence[Batch]) -> Tensor:
@@ -150,11 +150,14 @@ class Step:
             labels = batch.labels.to(self.meshes.device, non_blocking=True)
             more = self.objective.arguments(labels)
             if self.packing is not None:
-                more |= self.packing.arguments(tokens)
+                packed = self.packing.arguments(tokens)
+                if "positions" in packed:
+                    packed["positions"] = self.objective.own(packed["positions"])
+                more |= packed
             reduce = number == len(batches) - 1 or self.run.update.reduce_each
             with _reducing(part, reduce):
                 with self._autocast():
-                    loss = self.objective(part(tokens, **more), labels)
+                    loss = self.objective(part(self.objective.own(tokens), **more), labels)
                 loss.backward()
             losses += loss.detach()
         return losses
@@ -186,7 +189,7 @@ class Step:
 
     def _reported(self, summed: Tensor) -> tuple[float, Tensor, bool]:
         """The same on the host, once the device has come so far."""
-        value = summed.cpu() / (self.run.degrees.data * self.run.degrees.tensor)
+        value = summed.cpu() / self.run.degrees.stage
         return float(value[0]), value[1:-1], float(value[-1]) > 0
 
 

@@ -28,7 +28,12 @@ from lowtide.trace.optimizers import OptimizerName, make_optimizer
 from lowtide.trace.trace import Trace
 from lowtide.trace.waits import read_by_host
 from lowtide.train.mesh import make_meshes
-from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
+from lowtide.train.parallel import (
+    apply_context_parallel,
+    apply_expert_parallel,
+    apply_fsdp,
+    apply_tensor_parallel,
+)
 from lowtide.train.run import Degrees, Precision
 
 __all__ = ["TracedRank", "balance_experts", "mean_loss", "trace_rank", "traced_loss"]
@@ -76,6 +81,7 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
             model.to(getattr(torch, rank.precision.parameters))
             division = replace(rank, degrees=degrees)
             apply_tensor_parallel(model, division, meshes)
+            apply_context_parallel(model, rank.sequence, meshes)
             apply_expert_parallel(model, meshes)
             # The first stage has what comes before the layers, the last what comes after them.
             apart = [] if rank.degrees.pipeline == 1 else [one for one in (model.norm, model.head) if one is not None]
@@ -94,7 +100,7 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
 def _captured(model: Decoder, rank: TracedRank, name: str, progress: Callable[[str], None]) -> Trace:
     model.to_empty(device="cpu")
     model.tie()
-    tokens = torch.zeros(rank.samples, rank.sequence, dtype=torch.long)
+    tokens = torch.zeros(rank.samples, rank.sequence // rank.degrees.context, dtype=torch.long)
 
     def run() -> Tensor:
         with _autocast(rank):
@@ -106,7 +112,13 @@ def _captured(model: Decoder, rank: TracedRank, name: str, progress: Callable[[s
         run,
         optimizer=make_optimizer(rank.optimizer, _groups(model)),
         name=name or "decoder",
-        layout=Layout(replicate=degrees.replicate, shard=degrees.shard, tensor=degrees.tensor, expert=degrees.expert),
+        layout=Layout(
+            replicate=degrees.replicate,
+            shard=degrees.shard,
+            tensor=degrees.tensor,
+            context=degrees.context,
+            expert=degrees.expert,
+        ),
         batch={"samples": rank.samples, "tokens": rank.samples * rank.sequence},
         progress=progress,
     )
@@ -159,7 +171,7 @@ def balance_experts(layer: nn.Module, skew: float = 1.0) -> None:
 
 def _autocast(rank: TracedRank) -> AbstractContextManager[None]:
     """As the runner has it: FSDP has a mixed precision of its own."""
-    if rank.precision.compute == rank.precision.parameters or rank.degrees.shard > 1:
+    if rank.precision.compute == rank.precision.parameters or rank.degrees.sharded > 1:
         return nullcontext()
     return torch.autocast("cpu", getattr(torch, rank.precision.compute))
 
