@@ -88,6 +88,8 @@ LAYOUTS = (
     Layout(name="pp2 zero bubble", degrees=Degrees(pipeline=2), schedule="zero_bubble_v", chunks=2),
     Layout(name="ep2", degrees=Degrees(shard=2, expert=2), moe="only"),
     Layout(name="ep2 x fsdp2", degrees=Degrees(shard=4, expert=2), moe="only"),
+    Layout(name="cp2", degrees=Degrees(context=2)),
+    Layout(name="cp2 x fsdp2", degrees=Degrees(context=2, shard=2)),
     Layout(name="tp2 x fsdp2", degrees=Degrees(tensor=2, shard=2)),
     Layout(name="pp2 x fsdp2", degrees=Degrees(pipeline=2, shard=2), moe="both"),
     Layout(name="pp2 x tp2", degrees=Degrees(pipeline=2, tensor=2)),

@@ -55,6 +55,7 @@ PLANNED = [
     "--devices",
     "--dp",
     "--dtype",
+    "--cp",
     "--ep",
     "--expandable-segments",
     "--expert-skew",

@@ -29,7 +29,12 @@ from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.train.mesh import make_meshes
-from lowtide.train.parallel import apply_expert_parallel, apply_fsdp, apply_tensor_parallel
+from lowtide.train.parallel import (
+    apply_context_parallel,
+    apply_expert_parallel,
+    apply_fsdp,
+    apply_tensor_parallel,
+)
 from lowtide.train.pipeline import _SCHEDULES
 from lowtide.train.traced import TracedRank, _groups, mean_loss, trace_rank, traced_loss
 
@@ -63,7 +68,7 @@ def predicted_peaks(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipe
 
 def given_bytes(rank: TracedRank, pipeline: Pipeline) -> int:
     """The tokens of a step, as they are allocated."""
-    return (rank.samples * rank.sequence * 8 * pipeline.micro_batches + 511) // 512 * 512
+    return (rank.samples * rank.sequence // rank.degrees.context * 8 * pipeline.micro_batches + 511) // 512 * 512
 
 
 def measured_peaks(rank: TracedRank, policies: Sequence[Policy], pipeline: Pipeline | None = None) -> list[int]:
@@ -134,6 +139,7 @@ def built(rank: TracedRank, policy: Policy, pipeline: Pipeline, device: torch.de
             model = build_model(rank.shape, layers=mine, first=place == 0, last=place == total - 1)
         model.to(getattr(torch, rank.precision.parameters))
         apply_tensor_parallel(model, rank, meshes)
+        apply_context_parallel(model, rank.sequence, meshes)
         apply_expert_parallel(model, meshes)
         own = replace(policy, layers=tuple(policy.layers[layer] for layer in mine))
         handles.append(apply(model, own, layers="layers", allow_unmatched=total > 1))
@@ -154,7 +160,7 @@ def step_of(
     """Forward and backward of all micro-batches."""
     mesh = make_meshes(rank.degrees, device).pipeline
     stage, total = mesh.get_local_rank(), pipeline.stages * pipeline.chunks
-    size = (rank.samples * pipeline.micro_batches, rank.sequence)
+    size = (rank.samples * pipeline.micro_batches, rank.sequence // rank.degrees.context)
     # Ranks of a pipeline share a batch; those that share nothing but parameters have their own.
     of_stage = dist.get_rank() % (rank.degrees.world // pipeline.stages)
     seed = torch.Generator().manual_seed(of_stage // rank.degrees.tensor)
@@ -211,7 +217,7 @@ def _imagined(rank: TracedRank, width: int | None, *, logits: bool = False) -> T
     """What goes into a stage or comes out of it, on meta: tokens without a width."""
     degrees = rank.degrees
     # FSDP computes all in one type, autocast only products.
-    precision = rank.precision.compute if logits or degrees.shard > 1 else rank.precision.parameters
+    precision = rank.precision.compute if logits or degrees.sharded > 1 else rank.precision.parameters
     hidden = width is not None and not logits
     length = rank.sequence // (degrees.tensor if degrees.sequence_parallel and hidden else 1)
     sizes = (rank.samples, length) if width is None else (rank.samples, length, width)
@@ -222,5 +228,5 @@ def _imagined(rank: TracedRank, width: int | None, *, logits: bool = False) -> T
 def _autocast(rank: TracedRank, device: torch.device) -> torch.autocast:
     """As the runner has it, around a forward or a pipeline's step; FSDP has a mixed precision of its own."""
     precision = rank.precision
-    wanted = precision.compute != precision.parameters and rank.degrees.shard == 1
+    wanted = precision.compute != precision.parameters and rank.degrees.sharded == 1
     return torch.autocast(device.type, getattr(torch, precision.compute), enabled=wanted)

@@ -63,6 +63,8 @@ CASES = {
     "pp2 in float32": rank_of(llama(), STAGES, SINGLE),
     "pp2 in bfloat16": rank_of(llama(), STAGES, MIXED),
     "zero bubble in bfloat16": rank_of(llama(), STAGES, MIXED),
+    "cp2 in float32": rank_of(llama(), Degrees(context=2), SINGLE),
+    "cp2 in bfloat16": rank_of(llama(), Degrees(context=2), MIXED),
     "experts, fsdp2 in bfloat16": rank_of(mixture(), SHARED, MIXED),
     "experts, pp2 in bfloat16": rank_of(mixture(), STAGES, MIXED),
 }

@@ -11,8 +11,10 @@ import pytest
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.config.check import check_text
 from lowtide.errors import ConfigError
+from lowtide.models.shape import shape_of
 from lowtide.operators.names import layer_operators
 from lowtide.planner.pipeline import even_pipeline
+from lowtide.train.job import refuse_context
 from lowtide.train.pipeline import planned_pipeline, stages_of
 from lowtide.train.run import Degrees, Run, read_run
 from lowtide.train.without_effect import settings_without_effect
@@ -69,9 +71,38 @@ def test_a_step_is_the_global_batch_of_the_newer_layout() -> None:
         run_of(NEWER, 4, training__global_batch_size=20)
 
 
-def test_context_parallel_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not shard sequences"):
-        run_of(GRAPH, 2, parallel_config__context_parallel=2)
+def test_context_parallel_is_among_the_degrees() -> None:
+    run = run_of(GRAPH, 4, parallel_config__context_parallel=2, parallel_config__data_parallel=2)
+    assert (run.degrees.context, run.degrees.data, run.degrees.world) == (2, 2, 4)
+    newer = run_of(NEWER, 4, parallelism__context_parallel=2)
+    assert (newer.degrees.context, newer.degrees.data, newer.samples_per_step) == (2, 2, 4)
+    with pytest.raises(ConfigError, match="not spread over ranks that share samples"):
+        run_of(
+            GRAPH,
+            4,
+            parallel_config__context_parallel=2,
+            parallel_config__data_parallel=2,
+            parallel_config__expert_parallel=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"num_key_value_heads": 1}, "1 heads of queries and keys cannot be spread evenly"),
+        ({"seq_length": 33}, "samples of 33 tokens cannot be split into 2 equal parts"),
+    ],
+)
+def test_a_model_that_does_not_go_with_context_parallel_is_refused_before_it_is_built(
+    more: dict[str, int], why: str
+) -> None:
+    model = {"vocab_size": 32, "hidden_size": 8, "num_attention_heads": 2, **more}
+    paths = {("model", "model_config", name): value for name, value in model.items()}
+    check = check_text(GRAPH, layer_operators, {**paths, ("parallel_config", "context_parallel"): 2})
+    assert check.settings is not None
+    run = read_run(check, 2)
+    with pytest.raises(ConfigError, match=why):
+        refuse_context(shape_of(check.settings), run)
 
 
 def test_experts_must_divide_the_data_parallel_ranks() -> None:

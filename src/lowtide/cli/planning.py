@@ -147,6 +147,7 @@ class Inputs(NamedTuple):
     tensor: Annotated[int | None, _count("--tp", "Tensor-parallel ranks.")] = None
     pipeline: Annotated[int | None, _count("--pp", "Pipeline stages.")] = None
     chunks: Annotated[int | None, _count("--vpp", "Virtual stages of each stage.")] = None
+    context: Annotated[int | None, _count("--cp", "Context-parallel ranks, with some tokens each of a sample.")] = None
     expert: Annotated[int | None, _count("--ep", "Expert-parallel ranks.")] = None
     micro_batches: Annotated[int | None, _count("--micro-batches", "Micro-batches of a step, for each rank.")] = None
     expert_skew: Annotated[
@@ -200,6 +201,7 @@ class Inputs(NamedTuple):
             pipeline=self.pipeline,
             chunks=self.chunks,
             expert=self.expert,
+            context=self.context,
             micro_batches=self.micro_batches,
             sequence=self.sequence,
             samples=self.samples,
@@ -382,7 +384,8 @@ def prepare_search(inputs: Inputs) -> Asked:
         "--pp": inputs.pipeline,
         "--vpp": inputs.chunks,
     }
-    fixed |= {"--ep": inputs.expert, "--micro-batches": inputs.micro_batches, "--micro-batch-size": inputs.samples}
+    fixed |= {"--cp": inputs.context, "--ep": inputs.expert}
+    fixed |= {"--micro-batches": inputs.micro_batches, "--micro-batch-size": inputs.samples}
     fixed |= {"--schedule": inputs.schedule, "--replicate": inputs.replicate or None, "--optimizer": inputs.optimizer}
     fixed |= {"--lora": inputs.lora, "--layers": inputs.layers, "--host-memory": inputs.host_memory}
     given = [name for name, value in fixed.items() if value is not None]

@@ -39,6 +39,7 @@ class LayoutOptions(NamedTuple):
     chunks: int | None = None
     """Virtual stages of each pipeline stage."""
     expert: int | None = None
+    context: int | None = None
     micro_batches: int | None = None
     sequence: int | None = None
     samples: int | None = None
@@ -108,6 +109,7 @@ def _trace_file(path: Path, layout: LayoutOptions, training: Training) -> Callab
     rows: tuple[tuple[str, object, object], ...] = (
         ("--dp", layout.data, known and known.data),
         ("--tp", layout.tensor, known and known.tensor),
+        ("--cp", layout.context, known and known.context),
         ("--ep", layout.expert, known and known.expert),
         ("--micro-batch-size", layout.samples, samples),
         ("--seq", layout.sequence, tokens // samples if samples and tokens else None),
@@ -135,6 +137,7 @@ def _shape(source: str, layout: LayoutOptions, training: Training) -> Callable[[
         replicate=data if layout.replicate else 1,
         shard=1 if layout.replicate else data,
         tensor=tensor,
+        context=layout.context or 1,
         expert=layout.expert or 1,
         pipeline=layout.pipeline or 1,
         sequence_parallel=layout.sequence_parallel and tensor > 1,
@@ -231,7 +234,12 @@ def _training_file(source: str, layout: LayoutOptions, training: Training) -> Ca
     if layout.data is not None:
         shared = degrees.shard > 1 and not layout.replicate
         degrees = replace(degrees, shard=layout.data if shared else 1, replicate=1 if shared else layout.data)
-    degrees = replace(degrees, tensor=layout.tensor or degrees.tensor, expert=layout.expert or degrees.expert)
+    degrees = replace(
+        degrees,
+        tensor=layout.tensor or degrees.tensor,
+        context=layout.context or degrees.context,
+        expert=layout.expert or degrees.expert,
+    )
     given = None
     if layout.pipeline or layout.chunks:
         stages, chunks = layout.pipeline or run.placement.num_stages, layout.chunks or run.placement.num_chunks
@@ -265,10 +273,10 @@ def _training_file(source: str, layout: LayoutOptions, training: Training) -> Ca
 
 
 def _model(source: str, layout: LayoutOptions, training: Training) -> Callable[[Progress], Traced]:
-    if (layout.tensor or 1) > 1 or (layout.expert or 1) > 1 or (layout.data or 1) > 1:
+    if any((one or 1) > 1 for one in (layout.data, layout.tensor, layout.context, layout.expert)):
         raise ModelError(
             f"{source} is planned for one rank: lowtide knows how to shard its own models, such as llama3-8b,"
-            " and training files'; leave --dp, --tp and --ep out, or trace the sharded model and give its Trace"
+            " and training files'; leave --dp, --tp, --cp and --ep out, or trace the sharded model and give its Trace"
         )
     _check_model(source)
     if training.lora is not None and importlib.util.find_spec("peft") is None:

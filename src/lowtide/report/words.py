@@ -95,7 +95,7 @@ def layout(plan: Plan) -> str:
         how = "replicated" if sharded == 1 else "sharded" if sharded == work.data else f"sharded by {sharded}"
         parts.append(f"dp {work.data} {how}")
     if work.layout is not None:
-        degrees = (("tp", work.layout.tensor), ("ep", work.layout.expert))
+        degrees = (("tp", work.layout.tensor), ("cp", work.layout.context), ("ep", work.layout.expert))
         parts += [f"{name} {degree}" for name, degree in degrees if degree > 1]
     if pipeline.stages > 1:
         chunks = f" x {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""

@@ -13,7 +13,7 @@ __all__ = ["check_degrees"]
 
 def check_degrees(model: str, shape: DecoderShape, degrees: Degrees, sequence: int) -> None:
     """PlanError, in the words of the command's options, if the model's heads, experts or tokens do not divide."""
-    tensor, expert, data = degrees.tensor, degrees.expert, degrees.data
+    tensor, expert, data, context = degrees.tensor, degrees.expert, degrees.data, degrees.context
     heads = shape.num_attention_heads
     if shape.latent is None:
         heads = gcd(heads, shape.num_key_value_heads)
@@ -23,6 +23,17 @@ def check_degrees(model: str, shape: DecoderShape, degrees: Degrees, sequence: i
             f"--tp {tensor}: {model} has {shape.num_attention_heads} attention heads{groups}, which tensor parallel"
             f" splits evenly; possible are {_divisors(heads)}"
         )
+    if heads % (tensor * context):
+        raise PlanError(
+            f"--cp {context}: its ranks get some of the heads each in attention; {model} has {heads // tensor} of"
+            f" queries and keys on a rank; possible are {_divisors(heads // tensor)}"
+        )
+    if sequence % context:
+        raise PlanError(f"--cp {context}: samples of {sequence} tokens (--seq) cannot be split evenly over these ranks")
+    if context > 1 and (expert > 1 or degrees.replicate > 1):
+        other = "--ep" if expert > 1 else "--replicate"
+        raise PlanError(f"--cp {context}: the runner does not train it with {other}; leave one of them out")
+    sequence //= context
     if degrees.sequence_parallel and sequence % tensor:
         raise PlanError(f"--tp {tensor}: samples of {sequence} tokens (--seq) cannot be split evenly over these ranks")
     if expert == 1:

@@ -148,6 +148,13 @@ def refuse_context(shape: DecoderShape, run: Run) -> None:
     parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
     if run.sequence % parts:
         raise ConfigError(f"{asked}: samples of {run.sequence} tokens cannot be split into {parts} equal parts")
+    experts = shape.experts
+    if experts is not None and (experts.auxiliary or experts.capacity is not None):
+        what = "moe_aux_loss_coeff" if experts.auxiliary else "a capacity of experts"
+        raise ConfigError(
+            f"{asked}: {what} is about all tokens of a sample, of which each rank has some; leave it out and balance"
+            " experts by moe_router_enable_expert_bias, or write context_parallel: 1"
+        )
     if shape.prediction_layers:
         raise ConfigError(
             f"{asked}: multi-token-prediction layers look one token ahead, which may be on another rank; write"

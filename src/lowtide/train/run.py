@@ -192,6 +192,11 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
         notes,
     )
     _check_world(degrees, world, "parallel_config")
+    if degrees.context > 1 and parallel.context_parallel_algo != "ulysses_cp":
+        notes.append(
+            f"context_parallel_algo {parallel.context_parallel_algo}: the runner exchanges heads for tokens, which is"
+            " ulysses_cp; the results are the same"
+        )
     if settings.optimizer.swap:
         notes.append("optimizer.swap has no effect: optimizer states stay on the device; share them with FSDP instead")
     schedule = settings.parallel.pipeline_config.pipeline_scheduler

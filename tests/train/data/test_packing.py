@@ -74,12 +74,15 @@ def test_sharded_ranks_train_the_same(files: str, one: Ranks, ranks: Ranks) -> N
         "recompute_config.select_recompute": {"attention\\.flash_attention": True},
     }
     tensor = {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}
+    context = {**data(1, 4), "parallel_config.context_parallel": 2}
+    layouts = (("one", one, data(1, 4)), ("tensor", ranks, tensor), ("data", ranks, data(2, 2)))
     losses = {
         name: [record.loss for record in where.run(runs.records_of, MODELS["llama"], {**layout, **settings}, 2)[0]]
-        for name, where, layout in (("one", one, data(1, 4)), ("tensor", ranks, tensor), ("data", ranks, data(2, 2)))
+        for name, where, layout in (*layouts, ("context", ranks, context))
     }
     assert losses["tensor"] == pytest.approx(losses["one"], rel=1e-5)
     assert losses["data"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["context"] == pytest.approx(losses["one"], rel=1e-5)
     whole = {"train_dataset": packed(files)["train_dataset"]}
     plain = one.run(runs.records_of, MODELS["llama"], {**data(1, 4), **whole}, 2)[0]
     assert plain[0].loss != pytest.approx(losses["one"][0], rel=1e-5)

@@ -40,7 +40,7 @@ class ParallelConfig(Section):
     optimizer_shard: Annotated[bool | None, NoEffect("use `parallel.enable_parallel_optimizer`")] = None
     """A former name for sharded optimizer states; default: unset."""
     context_parallel_algo: Literal["colossalai_cp", "ulysses_cp", "hybrid_cp"] = "colossalai_cp"
-    """How sequences are shared under context parallel; default colossalai_cp."""
+    """How sequences are shared under context parallel; the runner has ulysses_cp and says so; default colossalai_cp."""
     ulysses_degree_in_cp: Degree = 1
     """Devices of context parallel that exchange heads, with hybrid_cp; divides context_parallel; default 1."""
     seq_split_num: Annotated[

@@ -47,7 +47,7 @@ class Parallelism(Section):
     context_parallel: Degree = 1
     """Devices that share each sequence; default 1."""
     context_parallel_method: str | None = None
-    """How sequences are shared; default: torch's."""
+    """How sequences are shared; the runner exchanges heads for tokens, whatever is written; default: unset."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Pipeline stages; default 1."""
     pipeline_parallel_interleave_num: Annotated[int, Field(ge=1, le=1024)] = 1
