@@ -126,5 +126,6 @@ LAYOUTS = (
     Layout("tp2 x fsdp2", 4, {**data(2, 2), **SHARD, **TENSOR}),
     Layout("pp2 x fsdp2", 4, {**pipeline(2), **SHARD}),
     Layout("ep2", 2, {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
+    Layout("ep2 x tp2", 4, {**data(2, 2), **SHARD, **TENSOR, "parallel_config.expert_parallel": 2}, only="deepseek"),
 )
 WHOLE = Layout("batch 8", 1, data(1, 1))
