@@ -40,6 +40,7 @@ from lowtide.train.run import Run
 from lowtide.train.run_directory import RunDirectory
 from lowtide.train.state import TrainState
 from lowtide.train.step import Outcome, Step
+from lowtide.train.tied import TiedWeights
 from lowtide.train.watchdog import Watchdog
 from lowtide.train.weights import load_weights
 
@@ -109,6 +110,7 @@ class Loop:
             self._pipeline(objective),
             self._at,
             packing_of(settings, run),
+            self._tied(),
         )
         self.state = TrainState(
             parts=job.models,
@@ -143,6 +145,12 @@ class Loop:
                 dropping = shape.experts.capacity if shape is not None and shape.experts is not None else None
                 logger.info("%s", meaning(callback.capacity_factor, dropping))
         return load
+
+    def _tied(self) -> TiedWeights | None:
+        shape = self.job.shape
+        if shape is None or not shape.tie_word_embeddings or self.run.degrees.pipeline == 1:
+            return None
+        return TiedWeights(self.job.models, self.meshes.pipeline.get_group())
 
     def _pipeline(self, objective: Objective) -> Pipeline | None:
         if self.run.degrees.pipeline == 1:

@@ -60,6 +60,7 @@ def apply_tensor_parallel(model: Decoder, run: Division, meshes: Meshes) -> None
     if sequence:
         ends["norm"] = SequenceParallel(use_local_output=True)
     parallelize_module(model, mesh, _present(model, ends))
+    model.tie()  # both are sharded over the vocabulary
     for layer in model.all_layers:
         routed = isinstance(layer.feed_forward, MixtureOfExperts)
         plan: dict[str, Any] = dict.fromkeys(_COLUMNS, ColwiseParallel())
