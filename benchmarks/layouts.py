@@ -65,7 +65,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, llama, four layouts")
-    parser.add_argument("--only", metavar="NAME", help="one layout, such as 'pp2 interleaved'")
+    parser.add_argument("--model", metavar="NAME", action="append", help="this model only, such as 'llama tied'")
+    parser.add_argument("--only", metavar="NAME", action="append", help="this layout only, such as 'pp2 interleaved'")
     arguments = parser.parse_args()
     steps = QUICK_STEPS if arguments.quick else STEPS
     console = Console(stderr=True, width=120)
@@ -81,10 +82,12 @@ def main() -> int:
         more = variants(write_documents(directory / "documents"))
         for variant in [plain[0]._replace(layouts=LAYOUTS[1:8:2])] if arguments.quick else [*plain, *more]:
             model = variant.name
+            if arguments.model and model not in arguments.model:
+                continue
             alone = train(variant, ONE, steps, directory)
             table.add_row(model, ONE.name, "1", *_ends(alone), "", "", f"{alone.seconds:.0f}")
             for layout in variant.layouts:
-                if arguments.only not in (None, layout.name):
+                if arguments.only and layout.name not in arguments.only:
                     continue
                 console.print(f"{model}, {layout.name}", style="dim")
                 curve = train(variant, layout, steps, directory)
