@@ -48,6 +48,7 @@ GROUPS = {
         "layouts_search",
         "moe",
         "runner",
+        "runner_memory",
     ),
     "Surviving": ("adaptive", "adaptive_lengths", "adaptive_long", "adaptive_overhead", "oom_sweep", "crash"),
     "Tools": ("check_start",),

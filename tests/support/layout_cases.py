@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["LAYOUTS", "MODELS", "ONE", "SHARD", "TENSOR", "WHOLE", "Layout", "data", "pipeline"]
+import numpy as np
+
+from lowtide.train.data.megatron import write
+
+__all__ = [
+    "LAYOUTS",
+    "MODELS",
+    "ONE",
+    "SHARD",
+    "TENSOR",
+    "WHOLE",
+    "Layout",
+    "Variant",
+    "data",
+    "pipeline",
+    "variants",
+    "write_documents",
+]
 
 SAMPLES = 8
 """Samples of a step, in every layout."""
@@ -126,5 +144,36 @@ LAYOUTS = (
     Layout("tp2 x fsdp2", 4, {**data(2, 2), **SHARD, **TENSOR}),
     Layout("pp2 x fsdp2", 4, {**pipeline(2), **SHARD}),
     Layout("ep2", 2, {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
+    Layout("ep2 x tp2", 4, {**data(2, 2), **SHARD, **TENSOR, "parallel_config.expert_parallel": 2}, only="deepseek"),
 )
 WHOLE = Layout("batch 8", 1, data(1, 1))
+
+
+class Variant(NamedTuple):
+    """A model with something that a layout may get wrong, and the layouts it is trained in."""
+
+    name: str
+    model: str
+    settings: dict[str, Any]
+    layouts: tuple[Layout, ...]
+
+
+def variants(documents: str) -> tuple[Variant, ...]:
+    """Weights shared by the embedding and the head, and packed documents, which :func:`write_documents` writes."""
+    named = {layout.name: layout for layout in LAYOUTS}
+    tied = {"model.model_config.tie_word_embeddings": True}
+    again = {"reset_attention_mask": True, "reset_position_ids": True}
+    config = {"data_path": [1, documents], "eod": 0, "seed": 1, **again}
+    loader = {"type": "BlendedMegatronDatasetDataLoader", "sizes": None, "config": config}
+    packed = {"train_dataset.data_loader": loader}
+    return (
+        Variant("llama tied", "llama", tied, (named["tp2"], named["pp2"], named["pp2 x fsdp2"])),
+        Variant("llama packed", "llama", packed, (named["tp2"], named["tp2 + sequence"], named["fsdp2"])),
+    )
+
+
+def write_documents(prefix: Path, count: int = 1000) -> str:
+    """Short documents in Megatron's form, each with its end."""
+    random = np.random.default_rng(0)
+    write(prefix, [[*random.integers(1, 64, int(random.integers(3, 12))), 0] for _ in range(count)])
+    return str(prefix)

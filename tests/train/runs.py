@@ -40,6 +40,54 @@ def records_of(text: str, settings: dict[str, Any], steps: int = 3, device: str 
     return records
 
 
+def saved(model: str, settings: dict[str, Any], directory: Path, steps: int = 2) -> None:
+    """Train a few steps and save a checkpoint in a directory that all ranks see."""
+    loop = _opened(MODELS[model], settings, directory)
+    for step in range(1, steps + 1):
+        loop.one(step)
+    loop.checkpoints.save(steps, loop.state)
+    close(loop)
+
+
+def resumed(model: str, settings: dict[str, Any], directory: Path, steps: int = 2) -> list[tuple[float, float]]:
+    """Losses and norms of the steps after those of the checkpoint that :func:`saved` made, in any layout.
+
+    The run has a directory of its own: a process holds its directory as long as it lives.
+    """
+    (checkpoint,) = (directory / "output" / "checkpoints").glob("step_*")
+    loop = _opened(MODELS[model], settings, _shared_directory(), resume=str(checkpoint))
+    begun = loop.resume()
+    records = [loop.one(step) for step in range(begun + 1, begun + 1 + steps)]
+    close(loop)
+    return [(record.loss, record.global_norm or 0.0) for record in records]
+
+
+def _shared_directory() -> Path:
+    box = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(box)
+    return Path(box[0])
+
+
+def parameter_after(model: str, settings: dict[str, Any], name: str, steps: int = 3) -> torch.Tensor:
+    """One of this rank's parameters after some steps."""
+    loop = _opened(MODELS[model], settings, _shared_directory())
+    for step in range(1, steps + 1):
+        loop.one(step)
+    (found,) = (one for part in loop.job.models for other, one in part.named_parameters() if other == name)
+    close(loop)
+    return found.detach().clone()
+
+
+def _opened(text: str, settings: dict[str, Any], directory: Path, resume: str | None = None) -> Loop:
+    file = directory / "run.yaml"
+    if dist.get_rank() == 0:
+        file.write_text(text)
+    dist.barrier()
+    overrides = {tuple(key.split(".")): value for key, value in settings.items()}
+    options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0, resume=resume)
+    return prepare(file, overrides, options, torch.device("cpu"))
+
+
 def profiled_operators(model: str, settings: dict[str, Any]) -> tuple[list[list[str]], DecoderShape]:
     """The operators of each layer as a step of the run has them, sorted, and the model's shape."""
     box = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]

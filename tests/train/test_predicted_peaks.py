@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lowtide.models.experts_shape import ExpertsShape
@@ -19,7 +21,7 @@ BOUND = 0.02
 LAYERS, WIDTH, HEADS = 4, 128, 4
 SINGLE = Precision(parameters="float32", compute="float32")
 MIXED = Precision(parameters="float32", compute="bfloat16")
-SHARED, STAGES = Degrees(shard=2), Degrees(pipeline=2)
+SHARED, STAGES, TENSOR = Degrees(shard=2), Degrees(pipeline=2), Degrees(tensor=2, sequence_parallel=True)
 
 OPERATORS = LayerPolicy(
     rules=(
@@ -65,6 +67,9 @@ CASES = {
     "zero bubble in bfloat16": rank_of(llama(), STAGES, MIXED),
     "cp2 in float32": rank_of(llama(), Degrees(context=2), SINGLE),
     "cp2 in bfloat16": rank_of(llama(), Degrees(context=2), MIXED),
+    "tp2 in bfloat16": rank_of(llama(), TENSOR, MIXED),
+    "tp2 in bfloat16, chunked": rank_of(replace(llama(), head_loss="chunked"), TENSOR, MIXED),
+    "experts, tp2 in bfloat16": rank_of(mixture(), TENSOR, MIXED),
     "experts, fsdp2 in bfloat16": rank_of(mixture(), SHARED, MIXED),
     "experts, pp2 in bfloat16": rank_of(mixture(), STAGES, MIXED),
 }

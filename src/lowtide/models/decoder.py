@@ -31,7 +31,8 @@ def document_mask(documents: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Tokens in and logits out; a stage without embedding takes hidden states, one without head gives them.
 
-    Layers are kept by their number in the whole model, so that parameters have the same names in every layout.
+    Layers are kept by their number in the whole model, so that parameters have the same names in every layout. For the
+    same reason a last stage whose head uses the embedding's weights has them under the embedding's name.
     """
 
     rotary: Tensor
@@ -46,8 +47,9 @@ class Decoder(nn.Module):
         predictions: Predictions | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
+        self.shape, self.first = shape, first
+        holds = first or (last and shape.tie_word_embeddings)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size) if holds else None
         self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
         self.head = Head(shape) if last else None
@@ -82,7 +84,7 @@ class Decoder(nn.Module):
         held at once.
         """
         tokens = hidden
-        if self.embedding is not None:
+        if self.first and self.embedding is not None:
             if hidden.shape[1] > self.rotary.shape[1]:
                 raise ModelError(
                     f"a sequence has {hidden.shape[1]} tokens and the model positions for {self.rotary.shape[1]}:"
@@ -121,6 +123,7 @@ class Decoder(nn.Module):
                 make()
 
     def tie(self) -> None:
-        """Let the head use the embedding's weights where the shape says so; needed again after ``to_empty``."""
+        """Let the head use the embedding's weights where the shape says so; needed again after ``to_empty``
+        and after its parameters were replaced."""
         if self.shape.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight

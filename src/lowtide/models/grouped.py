@@ -29,7 +29,7 @@ def grouped_is_faster(device: str, dtype: torch.dtype) -> bool:
 class GroupedLinear(nn.Module):
     """The weights of all experts of a rank for one projection, ``[experts, out, in]``.
 
-    As a DTensor sharded over experts, each rank uses the experts it holds.
+    As a DTensor, sharded over experts or over a width or both, each rank uses what it holds.
     """
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, grouped: bool | None) -> None:

@@ -8,6 +8,12 @@ one is the other, never a scatter that adds, so that every step gives the same b
 Under expert parallelism each rank holds some of the experts, in order. Sorted slots are then also sorted by rank: one
 all-to-all sends them. They arrive sorted by the rank they come from and in it by expert; sorting by expert alone is
 one more gather. The way back is the same in the other order.
+
+Under tensor parallelism each rank holds a part of every expert's inner width, as of a dense block's: each slot is
+computed once, a part of it on each rank. Slots are the same on all these ranks, and so is the router. What the experts
+answer is then this rank's part of a sum, also after combine, which is linear; the caller of the block adds the parts
+up. In backward the same holds for the gradients of the experts' input and of the routing weights: they are parts, and
+are added up where the experts' part of the block begins, so that the router sees whole gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from lowtide._torch_private.collectives import exchange_rows
@@ -43,6 +49,8 @@ class MixtureOfExperts(nn.Module):
         self.dispatch = Gather()
         self.exchange: Exchange | None = None
         self.arrange: Gather | None = None
+        self.tensor_mesh: DeviceMesh | None = None
+        """The ranks that share each expert's inner width: then the output is this rank's part of a sum."""
         self.experts = Experts(shape, width, fused=fused)
         self.combine = Combine()
         inner = shape.shared * shape.intermediate_size
@@ -51,7 +59,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         routing = self.router(hidden)
         plan = self.plan(routing)
-        slots = self.dispatch(hidden.flatten(0, 1), plan.sources, plan.places)
+        tokens, weights = self._parts_in_backward(hidden.flatten(0, 1)), self._parts_in_backward(routing.weights)
+        slots = self.dispatch(tokens, plan.sources, plan.places)
         if self.exchange is not None and self.arrange is not None:
             slots = self.exchange(slots, plan.received, plan.sent)
             slots = self.arrange(slots, plan.by_expert, plan.by_rank)
@@ -59,29 +68,52 @@ class MixtureOfExperts(nn.Module):
         if self.exchange is not None and self.arrange is not None:
             slots = self.arrange(slots, plan.by_rank, plan.by_expert)
             slots = self.exchange(slots, plan.sent, plan.received)
-        routed: Tensor = self.combine(slots, routing.weights, plan.order, plan.places)
+        routed: Tensor = self.combine(slots, weights, plan.order, plan.places)
         routed = routed.view(hidden.shape)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
+    def _parts_in_backward(self, tensor: Tensor) -> Tensor:
+        """The tensor as it is; where ranks share the experts' inner width, their gradients of it are added up."""
+        if self.tensor_mesh is None:
+            return tensor
+        whole = DTensor.from_local(tensor, self.tensor_mesh, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
     def distribute(self, mesh: DeviceMesh) -> None:
-        """Shard the experts over a mesh; tokens are sent to them from now on."""
-        if self.shape.count % mesh.size():
+        """Shard the experts over a mesh: their inner width over a dimension called ``tensor``, and over any other the
+        experts, to which tokens are sent from now on."""
+        names = mesh.mesh_dim_names or ("expert",)
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        tensor = sizes.pop("tensor", 1)
+        if self.shape.count % math.prod(sizes.values()):
             raise ModelError(
-                f"{self.shape.count} experts cannot be sharded over {mesh.size()} ranks:"
+                f"{self.shape.count} experts cannot be sharded over {math.prod(sizes.values())} ranks:"
                 " choose an expert_parallel that divides their number"
             )
-        for projection in (self.experts.w1, self.experts.w3, self.experts.w2):
+        if self.shape.intermediate_size % tensor:
+            raise ModelError(
+                f"an expert's inner width of {self.shape.intermediate_size} (moe_intermediate_size) cannot be sharded"
+                f" over {tensor} tensor-parallel ranks: choose a number of them that divides it"
+            )
+        for projection, inner in ((self.experts.w1, 1), (self.experts.w3, 1), (self.experts.w2, 2)):
             whole = projection.weight
+            placements = [Shard(inner) if name == "tensor" else Shard(0) for name in names]
             # Every rank has the whole weight, or it is on meta and filled later: nothing is sent.
-            sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            sharded = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
             projection.weight = nn.Parameter(sharded, requires_grad=whole.requires_grad)
-        group = mesh.get_group()
-        self.plan.group = group
-        self.exchange, self.arrange = Exchange(group), Gather()
+        if "tensor" in names:
+            self.tensor_mesh = mesh["tensor"] if mesh.ndim > 1 else mesh
+        if sizes:
+            group = mesh.get_group(next(iter(sizes))) if mesh.ndim > 1 else mesh.get_group()
+            self.plan.group = group
+            self.exchange, self.arrange = Exchange(group), Gather()
 
 
 def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the experts of every layer over the expert-parallel mesh, before ``fully_shard``, also on meta."""
+    """Shard the experts of every layer over a mesh, before ``fully_shard``, also on meta.
+
+    A dimension of it that is called ``tensor`` shards each expert's inner width, any other the experts.
+    """
     for module in list(model.modules()):
         if isinstance(module, MixtureOfExperts):
             module.distribute(mesh)

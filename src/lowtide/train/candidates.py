@@ -141,7 +141,8 @@ def least_time(
 def least_memory(candidate: Candidate, size: Size) -> int:
     """Bytes of the fullest device without any activation. See [Note: what a layout takes at least]."""
     degrees = candidate.degrees
-    dense, experts = size.layers / degrees.pipeline / degrees.tensor, size.experts / degrees.pipeline / degrees.expert
+    matrices = degrees.pipeline * degrees.tensor
+    dense, experts = size.layers / matrices, size.experts / matrices / degrees.expert
     around = size.around / degrees.tensor / (2 if degrees.pipeline > 1 else 1)
     static = 16 * ((dense + around) / degrees.shard + experts / (degrees.shard // degrees.expert))
     whole = (2 + 4) * (dense + experts + around) if degrees.pipeline > 1 and degrees.shard > 1 else 0

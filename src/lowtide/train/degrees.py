@@ -36,6 +36,12 @@ def check_degrees(model: str, shape: DecoderShape, degrees: Degrees, sequence: i
     sequence //= context
     if degrees.sequence_parallel and sequence % tensor:
         raise PlanError(f"--tp {tensor}: samples of {sequence} tokens (--seq) cannot be split evenly over these ranks")
+    if shape.experts is not None and shape.experts.intermediate_size % tensor:
+        inner = shape.experts.intermediate_size
+        raise PlanError(
+            f"--tp {tensor}: experts of {model} have an inner width of {inner}, which tensor parallel splits evenly;"
+            f" possible are {_divisors(gcd(heads, inner))}"
+        )
     if expert == 1:
         return
     if shape.experts is None:

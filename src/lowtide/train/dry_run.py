@@ -13,7 +13,7 @@ from lowtide.models.build import build_model
 from lowtide.models.shape import shape_of
 from lowtide.policy import LayerPolicy, Recompute, Swap, format_layers
 from lowtide.train.data.packing import packing_of
-from lowtide.train.job import refuse_context, refuse_predictions
+from lowtide.train.job import refuse_context, refuse_predictions, refuse_tied
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 from lowtide.units import format_bytes
@@ -71,6 +71,7 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
     shape = shape_of(settings)
     refuse_predictions(shape, run)
     refuse_context(shape, run)
+    refuse_tied(shape, run)
     for rank in range(degrees.pipeline):
         for stage in stages_of(run.placement, rank):
             with torch.device("meta"):

@@ -31,7 +31,7 @@ from lowtide.train.parallel import (
 from lowtide.train.pipeline import Stage, stages_of
 from lowtide.train.run import Run
 
-__all__ = ["Job", "build_job", "refuse_context", "refuse_predictions", "stage_shapes"]
+__all__ = ["Job", "build_job", "refuse_context", "refuse_predictions", "refuse_tied", "stage_shapes"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             f"the layers are placed on {run.placement.num_stages} stages (stage_num) of {run.degrees.pipeline};"
             " the runner trains one model over all stages"
         )
-    if shape.tie_word_embeddings and (run.degrees.pipeline > 1 or run.degrees.tensor > 1):
-        raise ConfigError(
-            "tie_word_embeddings is true: the embedding and the head share weights, which pipeline and tensor parallel"
-            " would shard differently; write false, or use data parallel only"
-        )
+    refuse_tied(shape, run)
     refuse_predictions(shape, run)
     refuse_context(shape, run)
     if shape.prediction_layers and run.adapt is not None:
@@ -106,7 +102,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
     return Job(
         stages=stages,
         models=tuple(models),
-        called=tuple(_copied(models, run)),
+        called=tuple(_copied(models, run, meshes)),
         handles=tuple(handles),
         layers="layers",
         shape=shape,
@@ -114,6 +110,15 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         names=lambda: _names(shape),
         rename=hugging_face_name,
     )
+
+
+def refuse_tied(shape: DecoderShape, run: Run) -> None:
+    """ConfigError where the first and the last part of a model with tied weights are two parts of one rank."""
+    if shape.tie_word_embeddings and run.degrees.pipeline > 1 and run.placement.folded and run.placement.num_chunks > 1:
+        raise ConfigError(
+            "tie_word_embeddings is true, and in a folded pipeline (zero_bubble_v) the embedding and the head are two"
+            " parts of one rank, which would hold the weights twice; write false, or use another schedule"
+        )
 
 
 def refuse_predictions(shape: DecoderShape, run: Run) -> None:
@@ -181,7 +186,7 @@ def _build_hugging_face(
     return Job(
         stages=(stage,),
         models=(model,),
-        called=tuple(_copied([model], run)),
+        called=tuple(_copied([model], run, meshes)),
         handles=tuple(handles),
         layers=layers.path,
         shape=None,
@@ -196,11 +201,14 @@ def _names(shape: DecoderShape) -> tuple[str, ...]:
         return tuple(name for name, _ in build_model(shape).named_parameters())
 
 
-def _copied(models: Sequence[nn.Module], run: Run) -> list[nn.Module]:
+def _copied(models: Sequence[nn.Module], run: Run, meshes: Meshes) -> list[nn.Module]:
     """DDP around each part, where ranks have copies of the model."""
     if run.degrees.replicate == 1 or run.degrees.shard > 1:
         return list(models)
-    return [nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False) for model in models]
+    group = meshes.data.get_group()  # the ranks of this stage; other stages have other parameters
+    return [
+        nn.parallel.DistributedDataParallel(model, process_group=group, forward_sync_buffers=False) for model in models
+    ]
 
 
 def stage_shapes(

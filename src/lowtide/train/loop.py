@@ -42,6 +42,7 @@ from lowtide.train.run_directory import RunDirectory
 from lowtide.train.state import TrainState
 from lowtide.train.step import Outcome, Step
 from lowtide.train.stop import StopRequest
+from lowtide.train.tied import TiedWeights
 from lowtide.train.watchdog import Watchdog
 from lowtide.train.weights import load_weights
 
@@ -119,6 +120,7 @@ class Loop:
             self._at,
             packing_of(settings, run),
             lambda: self.stop is not None and self.stop.signal_name is not None,
+            self._tied(),
         )
         self.state = TrainState(
             parts=job.models,
@@ -153,6 +155,12 @@ class Loop:
                 dropping = shape.experts.capacity if shape is not None and shape.experts is not None else None
                 logger.info("%s", meaning(callback.capacity_factor, dropping))
         return load
+
+    def _tied(self) -> TiedWeights | None:
+        shape = self.job.shape
+        if shape is None or not shape.tie_word_embeddings or self.run.degrees.pipeline == 1:
+            return None
+        return TiedWeights(self.job.models, self.meshes.pipeline.get_group())
 
     def _pipeline(self, objective: Objective) -> Pipeline | None:
         if self.run.degrees.pipeline == 1:

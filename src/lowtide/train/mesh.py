@@ -37,6 +37,8 @@ class Meshes:
     """The ranks that have the other stages."""
     expert: DeviceMesh | None
     """The ranks that share the experts of each layer; None where they are not shared."""
+    experts: DeviceMesh | None
+    """The ranks that share the matrices of routed experts: expert-parallel ones, tensor-parallel ones, or both."""
     expert_sharded: DeviceMesh | None
     """The ranks that have the same experts as this one, within those that share parameters."""
 
@@ -108,6 +110,7 @@ def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
     if degrees.expert > 1:
         names = ("replicate", "expert_sharded") if degrees.replicate > 1 else ("expert_sharded",)
         expert_sharded = world[names]
+    shared = tuple(name for name, size in (("expert", degrees.expert), ("tensor", degrees.tensor)) if size > 1)
     return Meshes(
         device=device,
         data=data,
@@ -116,5 +119,6 @@ def make_meshes(degrees: Degrees, device: torch.device) -> Meshes:
         tensor=world["tensor"],
         pipeline=world["pipeline"],
         expert=world["expert"] if degrees.expert > 1 else None,
+        experts=world[shared] if shared else None,
         expert_sharded=expert_sharded,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -62,12 +62,13 @@ def apply_tensor_parallel(model: Decoder, run: Division, meshes: Meshes) -> None
     if sequence:
         ends["norm"] = SequenceParallel(use_local_output=True)
     parallelize_module(model, mesh, _present(model, ends))
+    model.tie()  # both are sharded over the vocabulary
     for layer in model.all_layers:
         routed = isinstance(layer.feed_forward, MixtureOfExperts)
         plan: dict[str, Any] = dict.fromkeys(_COLUMNS, ColwiseParallel())
         plan.update(dict.fromkeys(_ROWS, RowwiseParallel(output_layouts=between)))
-        # Routed experts are whole on every rank: their block's output is gathered, and sharded again after it.
-        plan["feed_forward.shared_experts.w2"] = RowwiseParallel(output_layouts=Replicate())
+        # Routed experts answer with this rank's part of a sum, and so do shared ones: both are added up together.
+        plan["feed_forward.shared_experts.w2"] = RowwiseParallel(output_layouts=Partial())
         # A norm over each head sees this rank's heads only: its gradient is a sum over ranks.
         plan.update(
             dict.fromkeys(
@@ -83,9 +84,9 @@ def apply_tensor_parallel(model: Decoder, run: Division, meshes: Meshes) -> None
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
             )
         parallelize_module(layer, mesh, _present(layer, plan))
-        if sequence and routed:
-            sharded = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-            parallelize_module(layer, mesh, {"feed_forward": sharded})
+        if routed:
+            summed = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=between)
+            parallelize_module(layer, mesh, {"feed_forward": summed})
         if isinstance(layer.attention, LatentAttention):
             layer.attention.tensor_mesh = mesh
 
@@ -107,9 +108,10 @@ def apply_context_parallel(model: Decoder, tokens: int, meshes: Meshes) -> None:
 
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
-    """Expert parallel: each rank keeps its share of the experts of every layer."""
-    if meshes.expert is not None:
-        distribute_experts(model, meshes.expert)
+    """Each rank keeps its share of the experts of every layer: some of them under expert parallel, a part of each under
+    tensor parallel."""
+    if meshes.experts is not None:
+        distribute_experts(model, meshes.experts)
 
 
 def apply_fsdp(

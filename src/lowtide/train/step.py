@@ -31,6 +31,7 @@ from lowtide.train.mesh import Meshes
 from lowtide.train.objective import Objective
 from lowtide.train.pipeline import Pipeline
 from lowtide.train.run import Run
+from lowtide.train.tied import TiedWeights
 
 __all__ = ["Outcome", "Step"]
 
@@ -69,12 +70,15 @@ class Step:
         place: Place = lambda where: None,
         packing: Packing | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        tied: TiedWeights | None = None,
     ) -> None:
-        self.packing, self.asked_to_stop = packing, asked_to_stop
+        self.packing, self.asked_to_stop, self.tied = packing, asked_to_stop, tied
         self.run, self.meshes, self.parts, self.optimizers = run, meshes, parts, optimizers
         self.scale, self.objective, self.experts = scale, objective, experts
         self.pipeline, self.place = pipeline, place
         self.parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
+        self.counted = self.parameters if tied is None else [one for one in self.parameters if tied.counts(one)]
+        """Those whose gradients are counted in the norm on this rank."""
         self.guarded = run.update.scaled or run.update.skip_norm is not None
         self.needs_norm = self.guarded or run.update.max_norm is not None
         self.under_way = False
@@ -90,6 +94,9 @@ class Step:
         self.experts.begin(self.objective.weight)
         self.place("pipeline" if self.pipeline else "forward and backward")
         losses = self._pipelined(batches) if self.pipeline else self._accumulated(batches)
+        if self.tied is not None:
+            self.place("tied weights")
+            self.tied.reduce()
         self.place("gradient norm")
         norm = self._norm(scale)
         overflow = norm is not None and self.guarded and not bool(torch.isfinite(norm))
@@ -175,7 +182,7 @@ class Step:
             scale_gradients(self.parameters, torch.tensor(1 / scale, device=self.meshes.device))
         if not self.needs_norm:
             return None
-        return global_norm(self.parameters, stages=self.run.degrees.pipeline, device=self.meshes.device)
+        return global_norm(self.counted, stages=self.run.degrees.pipeline, device=self.meshes.device)
 
     def _summed(self, losses: Tensor) -> Tensor:
         """The loss over all ranks, what their routers report, how many were asked to stop: one small all-reduce.

@@ -77,7 +77,10 @@ def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], No
         try:
             meshes = make_meshes(degrees, torch.device("cpu"))
             with torch.device("meta"):
-                model = build_model(replace(rank.shape, prediction_layers=0), layers=chosen)
+                # The first stage and the last have a copy each of weights that are tied.
+                tied = rank.shape.tie_word_embeddings and rank.degrees.pipeline == 1
+                shape = replace(rank.shape, prediction_layers=0, tie_word_embeddings=tied)
+                model = build_model(shape, layers=chosen)
             model.to(getattr(torch, rank.precision.parameters))
             division = replace(rank, degrees=degrees)
             apply_tensor_parallel(model, division, meshes)
