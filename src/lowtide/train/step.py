@@ -138,7 +138,7 @@ class Step:
         assert self.pipeline is not None
         tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
         labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
-        with self._autocast():
+        with self.autocast():
             losses = self.pipeline.run(tokens, labels)
         return losses if losses is not None else torch.zeros((), device=self.meshes.device)
 
@@ -151,13 +151,13 @@ class Step:
             more = {} if self.packing is None else self.packing.arguments(tokens)
             reduce = number == len(batches) - 1 or self.run.update.reduce_each
             with _reducing(part, reduce):
-                with self._autocast():
+                with self.autocast():
                     loss = self.objective(part(tokens, **more), labels)
                 loss.backward()
             losses += loss.detach()
         return losses
 
-    def _autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision; FSDP has its own, which also gathers in the smaller type."""
         precision = self.run.precision
         if precision.compute == precision.parameters or any(isinstance(part, FSDPModule) for part in self.parts):
