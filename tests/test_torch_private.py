@@ -44,7 +44,7 @@ from lowtide._torch_private.compiled import (
     uncompiled,
     under_compilation,
 )
-from lowtide._torch_private.fake import FakeTensorMode, converting_fake_parameters
+from lowtide._torch_private.fake import FakeTensor, FakeTensorMode, converting_fake_parameters
 from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modes import (
     TorchDispatchMode,
@@ -107,6 +107,8 @@ def test_fake_tensors_have_bytes_and_keys_and_take_no_memory() -> None:
         tensor = torch.empty(1 << 40)
         assert tensor.untyped_storage().nbytes() == 4 << 40
         assert storage_key(tensor) == storage_key(tensor[: 1 << 10])
+        assert isinstance(tensor, FakeTensor)
+        assert tensor.device.type == "cpu"
 
 
 def test_leaves_of_nested_values_come_in_order() -> None:

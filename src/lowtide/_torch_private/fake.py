@@ -16,6 +16,7 @@ with needed_for("tracing with fake tensors"):
     _apply: Callable[..., Any] = nn.Module._apply
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "converting_fake_parameters",
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ModelError
+from lowtide.models.deferred import Deferred, build_deferred
 
-__all__ = ["HuggingFaceDecoder", "hugging_face_name"]
+__all__ = ["HuggingFaceDecoder", "build_hugging_face", "hugging_face_name"]
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {
     "embedding": "model.embed_tokens",
@@ -42,10 +46,30 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{number}.{_NAMES.get(inner, inner)}.{kind}"
 
 
-class HuggingFaceDecoder(nn.Module):
-    """Tokens in, logits out, as the models of lowtide have it. It is built whole, on the host."""
+def build_hugging_face(directory: str | Path, *, seed: int) -> tuple[HuggingFaceDecoder, Deferred | None]:
+    """The model of a directory, and what fills its parameters, which are on meta until then.
 
-    def __init__(self, directory: str | Path, *, seed: int) -> None:
+    A model that cannot be built so is built on the host as it is; nothing needs to fill it. Every rank makes the same
+    weights.
+    """
+    try:
+        return build_deferred(lambda: HuggingFaceDecoder(directory), seed=seed)
+    except ModelError:
+        raise
+    except Exception as error:  # its constructor reads values, which fake tensors do not have
+        logger.warning(
+            "%s is built whole on the host of every rank before it is sharded: %s: %s",
+            *(directory, type(error).__name__, str(error).partition("\n")[0]),
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return HuggingFaceDecoder(directory), None
+
+
+class HuggingFaceDecoder(nn.Module):
+    """Tokens in, logits out, as the models of lowtide have it."""
+
+    def __init__(self, directory: str | Path) -> None:
         super().__init__()
         try:
             import transformers
@@ -57,9 +81,7 @@ class HuggingFaceDecoder(nn.Module):
             raise ModelError(f"{directory} has no config.json; pretrained_model_dir is the directory that holds it")
         config = transformers.AutoConfig.from_pretrained(directory)
         config.use_cache = False
-        with torch.random.fork_rng(devices=[]):  # every rank makes the same weights
-            torch.manual_seed(seed)
-            self.model = transformers.AutoModelForCausalLM.from_config(config)
+        self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary: int = config.vocab_size
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowtide.config.schema import Settings
 from lowtide.errors import ConfigError
 from lowtide.models.build import build_model
-from lowtide.models.hugging_face import HuggingFaceDecoder, hugging_face_name
+from lowtide.models.hugging_face import build_hugging_face, hugging_face_name
 from lowtide.models.initialise import initialise
 from lowtide.models.shape import DecoderShape, shape_of
 from lowtide.models.sharded_loss import VocabularyShare
@@ -61,7 +61,7 @@ class Job:
 
 
 def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshes, limits: Limits | None = None) -> Job:
-    """Build this rank's share. Nothing is allocated before it is sharded, except a model of transformers."""
+    """Build this rank's share. Nothing is allocated before it is sharded."""
     if settings.top_level.pretrained_model_dir:
         return _build_hugging_face(run, settings, policy, meshes, limits)
     shape = shape_of(settings)
@@ -177,12 +177,16 @@ def _build_hugging_face(
             f" FSDP only; found tensor {degrees.tensor}, pipeline {degrees.pipeline}, expert {degrees.expert}, context"
             f" {degrees.context}"
         )
-    model = HuggingFaceDecoder(settings.top_level.pretrained_model_dir, seed=run.seed)
-    model = model.to(meshes.device, getattr(torch, run.precision.parameters)).train()
+    model, deferred = build_hugging_face(settings.top_level.pretrained_model_dir, seed=run.seed)
+    model = model.to(getattr(torch, run.precision.parameters)).train()
+    if deferred is None:
+        model = model.to(meshes.device)
     layers = find_layers(model)
     (stage,) = stages_of(run.placement, 0)
     handles = [(stage, apply(model, policy, layers=layers.path, limits=limits))] if policy is not None else []
     apply_fsdp(model, layers.modules, run, meshes)
+    if deferred is not None:
+        deferred.fill(model, meshes.device)
     return Job(
         stages=(stage,),
         models=(model,),

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from lowtide.train.data.batches import Batch, batches_of
 from lowtide.train.data.packing import packing_of
 from lowtide.train.data.source import source_of
 from lowtide.train.drop_rate import meaning
+from lowtide.train.evaluation import evaluation_of
 from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.job import Job, stage_shapes
 from lowtide.train.loss_scale import scale_of
@@ -106,8 +108,7 @@ class Loop:
         self.stopping = False
         """Whether any rank was asked to, known to all from the same step on."""
         self.watchdog = _watchdog(options, directory)
-        place = meshes.context.get_local_rank() if meshes.context is not None else 0
-        objective = Objective(run, meshes.data.get_group(), job.models, place)
+        objective = Objective(run, meshes.data.get_group(), job.models, meshes.tokens_from)
         self.step = Step(
             run,
             meshes,
@@ -130,6 +131,8 @@ class Loop:
             layout=str(run.degrees),
         )
         self.adaptive = self._adaptive(fixed, limits)
+        cache = directory.path / "cache"
+        self.evaluation = evaluation_of(settings, run, meshes, job, cache, self.step.autocast, self._at)
 
     def _adaptive(self, fixed: Policy | None, limits: Limits | None) -> Adaptive | None:
         """The session that decides while the run trains; ``fixed`` is what the file decides."""
@@ -254,7 +257,11 @@ class Loop:
         self.stopping = outcome.stop
         consumed += self.run.samples_per_step
         self.state.progress.update(step=step, loss_scale=self.step.scale.state_dict(), **self.data.state(consumed))
-        return self._record(step, outcome, rate, time.perf_counter() - begin)
+        record = self._record(step, outcome, rate, time.perf_counter() - begin)
+        evaluation = self.evaluation
+        if evaluation is not None and evaluation.intervals.due(step, self.data.steps_per_epoch):
+            record = replace(record, evaluation_loss=evaluation(step))
+        return record
 
     def _adapted(self, adaptive: Adaptive, batches: Sequence[Batch]) -> Outcome:
         """The step, which may be run more than once: see [Note: a step that is retried]."""

@@ -48,6 +48,11 @@ class Meshes:
         return self.data.get_local_rank() // (self.context.size() if self.context is not None else 1)
 
     @property
+    def tokens_from(self) -> int:
+        """This rank's place among those that have other tokens of the same samples."""
+        return self.context.get_local_rank() if self.context is not None else 0
+
+    @property
     def leads(self) -> bool:
         """Whether this rank speaks for its pipeline stage."""
         return self.data.get_local_rank() == 0 and self.tensor.get_local_rank() == 0

@@ -51,6 +51,9 @@ class StepRecord:
     mfu: float | None = None
     """Model FLOPs utilisation; None where the device's peak or the model's FLOPs are not known."""
 
+    evaluation_loss: float | None = None
+    """The loss over the evaluation data after this step; None where none was due."""
+
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks in a second."""

@@ -33,7 +33,7 @@ from lowtide.train.pipeline import Pipeline
 from lowtide.train.run import Run
 from lowtide.train.tied import TiedWeights
 
-__all__ = ["Outcome", "Step"]
+__all__ = ["Outcome", "Step", "given_to_model"]
 
 Place = Callable[[str], None]
 
@@ -145,8 +145,9 @@ class Step:
         assert self.pipeline is not None
         tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
         labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
-        with self._autocast():
-            losses = self.pipeline.run(self.objective.own(tokens), labels, self.objective.arguments(labels))
+        with self.autocast():
+            own, more = given_to_model(self.objective, self.packing, tokens, labels)
+            losses = self.pipeline.run(own, labels, more)
         return losses if losses is not None else torch.zeros((), device=self.meshes.device)
 
     def _accumulated(self, batches: Sequence[Batch]) -> Tensor:
@@ -155,21 +156,16 @@ class Step:
         for number, batch in enumerate(batches):
             tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
             labels = batch.labels.to(self.meshes.device, non_blocking=True)
-            more = self.objective.arguments(labels)
-            if self.packing is not None:
-                packed = self.packing.arguments(tokens)
-                if "positions" in packed:
-                    packed["positions"] = self.objective.own(packed["positions"])
-                more |= packed
+            own, more = given_to_model(self.objective, self.packing, tokens, labels)
             reduce = number == len(batches) - 1 or self.run.update.reduce_each
             with _reducing(part, reduce):
-                with self._autocast():
-                    loss = self.objective(part(self.objective.own(tokens), **more), labels)
+                with self.autocast():
+                    loss = self.objective(part(own, **more), labels)
                 loss.backward()
             losses += loss.detach()
         return losses
 
-    def _autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision; FSDP has its own, which also gathers in the smaller type."""
         precision = self.run.precision
         if precision.compute == precision.parameters or any(isinstance(part, FSDPModule) for part in self.parts):
@@ -198,6 +194,19 @@ class Step:
         """The same on the host, once the device has come so far."""
         value = summed.cpu() / self.run.degrees.stage
         return float(value[0]), value[1:-1], float(value[-1]) > 0
+
+
+def given_to_model(
+    objective: Objective, packing: Packing | None, tokens: Tensor, labels: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's tokens of a micro-batch, and what else the model needs of it."""
+    more = objective.arguments(labels)
+    if packing is not None:
+        packed = packing.arguments(tokens)
+        if "positions" in packed:
+            packed["positions"] = objective.own(packed["positions"])
+        more |= packed  # a mask is one of all tokens
+    return objective.own(tokens), more
 
 
 @contextmanager

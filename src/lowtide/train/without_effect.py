@@ -73,8 +73,13 @@ def settings_without_effect(settings: Settings) -> list[str]:
             value = getattr(section, key)
             if value != type(section).model_fields[key].default and value not in harmless:
                 found.append(f"{key}: {value} has no effect: {reason}")
+    top = settings.top_level
+    asked = [name for name in ("eval_dataset", "eval_dataset_task") if getattr(top, name) is not None]
+    asked += [f"the callback {one.type}" for one in settings.callbacks if isinstance(one, EvalCallBack)]
+    if asked and not top.do_eval:
+        found.append(f"{asked[0]} has no effect: do_eval is false")
     for callback in settings.callbacks:
-        if isinstance(callback, (EvalCallBack, MaxLogitsMonitor)):
+        if isinstance(callback, MaxLogitsMonitor):
             found.append(f"the callback {callback.type} has no effect: the runner trains only")
         elif isinstance(callback, TopkBiasBalanceCallback):
             found.append(f"the callback {callback.type} has no effect: the bias moves as the model's settings say")

@@ -92,7 +92,7 @@ class TopkBiasBalanceCallback(Section):
 
 
 class EvalCallBack(Section):
-    """Evaluates while training."""
+    """When to evaluate, over `eval_step_interval` and `eval_epoch_interval`; needs `do_eval: true`."""
 
     type: Literal["EvalCallBack"] = "EvalCallBack"
     """EvalCallBack."""

@@ -51,7 +51,33 @@ def check_rules(settings: Settings, document: dict[str, Any], problems: Problems
         _layers_per_stage(settings, problems)
     if "adapt" in sections:
         settings = _adapt(settings, document, problems)
+    if document.get("do_eval") is True:
+        settings = _evaluation(settings, document, problems)
     return settings
+
+
+def _evaluation(settings: Settings, document: dict[str, Any], problems: Problems) -> Settings:
+    """Read the data of an evaluation as training data; a file that does not evaluate may have any there."""
+    from lowtide.config.schema.callbacks import EvalCallBack
+    from lowtide.config.schema.dataset import TrainDataset
+    from lowtide.config.schema.reader import read_section
+
+    top = settings.top_level
+    every = [(one.step_interval, one.epoch_interval) for one in settings.callbacks if isinstance(one, EvalCallBack)]
+    if max(every[0] if every else (top.eval_step_interval, top.eval_epoch_interval)) < 1:
+        problems.error(
+            ("do_eval",), "`do_eval` is true, and no interval says when", "write eval_step_interval: 100, or another"
+        )
+    path: tuple[str, ...] = ("eval_dataset",)
+    value = document.get("eval_dataset")
+    if value is None and isinstance(task := document.get("eval_dataset_task"), dict):
+        path, value = ("eval_dataset_task", "dataset_config"), task.get("dataset_config")
+    if value is None:
+        problems.error(
+            ("do_eval",), "`do_eval` is true, and there is no `eval_dataset`", "add it, as `train_dataset` is"
+        )
+        return settings
+    return settings.with_section("eval_dataset", read_section(TrainDataset, value, path, problems))
 
 
 def _drop_rate(settings: Settings, document: dict[str, Any], problems: Problems) -> None:

@@ -164,6 +164,13 @@ class Settings:
         return self._get("train_dataset", TrainDataset)
 
     @cached_property
+    def eval_dataset(self) -> TrainDataset:
+        """The data of an evaluation; the file's where `do_eval` is true."""
+        from lowtide.config.schema.dataset import TrainDataset
+
+        return self._get("eval_dataset", TrainDataset)
+
+    @cached_property
     def train_dataset_task(self) -> TrainDatasetTask:
         """What the data is used for."""
         from lowtide.config.schema.dataset import TrainDatasetTask

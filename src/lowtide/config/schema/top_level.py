@@ -91,10 +91,16 @@ class TopLevel(Section):
     """How much the reference profiles; default: unset."""
     monitor_config: Annotated[Free, NoEffect("norms are logged with the loss")] | None = None
     """What the reference's state monitor logs; default: unset."""
-    eval_dataset: Annotated[Free, NoEffect("only training data is read")] | None = None
-    """The data of an evaluation; default: unset."""
-    eval_dataset_task: Annotated[Free, NoEffect("only training data is read")] | None = None
-    """What the data of an evaluation is used for; default: unset."""
+    do_eval: bool = False
+    """Whether the loss over `eval_dataset` is computed while training; default false."""
+    eval_step_interval: int = -1
+    """Steps between two evaluations; -1 for none; default -1."""
+    eval_epoch_interval: int = -1
+    """Epochs between two evaluations; -1 for none; default -1."""
+    eval_dataset: Free | None = None
+    """The data of an evaluation, with the keys of `train_dataset`; read with `do_eval: true`; default: unset."""
+    eval_dataset_task: Free | None = None
+    """The data of an evaluation as its `dataset_config`, usually an alias of `eval_dataset`; default: unset."""
     pet_config: (
         Annotated[
             Free,

@@ -20,6 +20,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
     }
     if record.global_norm is not None:
         values["global_norm"] = record.global_norm
+    if record.evaluation_loss is not None:
+        values["evaluation_loss"] = record.evaluation_loss
     if record.mfu is not None:
         values["mfu"] = record.mfu
     if record.peak_bytes is not None:
