@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 RECEIPT_EVERY = 100
 """Steps between two receipts. The second step has one too: in the first, some layers are still being profiled."""
 
-WATCHDOG_SECONDS = 1800.0
-"""How long a rank may make no progress, unless the command line says otherwise."""
+CHECKPOINT_SECONDS = 1800.0
+"""How long a checkpoint may take before the watchdog takes it for a hang, where the watchdog is quicker otherwise."""
 
 
 class Loop:
@@ -190,7 +190,7 @@ class Loop:
                 self.checkpoints.poll()
                 stopped = self.stopping and step < self.last
                 if stopped or (self.save_every and (step % self.save_every == 0 or step == self.last)):
-                    self._at("checkpoint")
+                    self._at("checkpoint", patience=CHECKPOINT_SECONDS)
                     saved = self.checkpoints.save(step, self.state)
                 if stopped:
                     self.checkpoints.wait()
@@ -253,10 +253,10 @@ class Loop:
         assert outcome is not None
         return outcome
 
-    def _at(self, phase: str) -> None:
+    def _at(self, phase: str, micro: int = 0, patience: float = 0.0) -> None:
         """Note where this rank is, for when the job hangs."""
         if self.watchdog is not None:
-            self.watchdog.at(phase, self.number)
+            self.watchdog.at(phase, self.number, micro, patience)
 
     def _record(self, step: int, outcome: Outcome, rate: float, seconds: float) -> StepRecord:
         in_epoch = self.data.steps_per_epoch
@@ -336,7 +336,7 @@ def _watchdog(options: TrainOptions, directory: RunDirectory) -> Watchdog | None
         directory.path / "watchdog",
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        timeout=WATCHDOG_SECONDS if options.watchdog is None else options.watchdog,
+        timeout=options.watchdog_seconds,
         end=options.redirect,  # the launcher restarts the ranks
     )
 

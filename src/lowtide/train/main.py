@@ -27,7 +27,7 @@ from lowtide.train.data.packing import packing_of
 from lowtide.train.described import check_described
 from lowtide.train.job import build_job
 from lowtide.train.logs import start_logging, warnings_in_log
-from lowtide.train.loop import Loop
+from lowtide.train.loop import CHECKPOINT_SECONDS, Loop
 from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
@@ -151,7 +151,9 @@ def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]
     if settings.layout == "2026" and settings.checkpoint.enable_save:
         every, keep = settings.checkpoint.save_interleaved_steps, settings.checkpoint.save_max
         directory = Path(settings.checkpoint.save_path) if settings.checkpoint.save_path else directory
-    return Checkpoints(directory, keep=keep, asynchronous=asynchronous), every
+    # Longer than the watchdog waits for a checkpoint: it says who is missing before the others fail.
+    patience = timedelta(seconds=max(2 * CHECKPOINT_SECONDS, options.timeout))
+    return Checkpoints(directory, keep=keep, asynchronous=asynchronous, timeout=patience), every
 
 
 def _open(

@@ -34,7 +34,8 @@ from lowtide.train.run import Run
 
 __all__ = ["Outcome", "Step"]
 
-Place = Callable[[str], None]
+Place = Callable[..., None]
+"""Takes the phase of the step and, where there are several, the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class Step:
         objective: Objective,
         experts: ExpertLoad,
         pipeline: Pipeline | None,
-        place: Place = lambda where: None,
+        place: Place = lambda where, micro=0: None,
         packing: Packing | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -88,7 +89,6 @@ class Step:
         scale = self.scale.value
         self.objective.begin([batch.labels for batch in batches], scale)
         self.experts.begin(self.objective.weight)
-        self.place("pipeline" if self.pipeline else "forward and backward")
         losses = self._pipelined(batches) if self.pipeline else self._accumulated(batches)
         self.place("gradient norm")
         norm = self._norm(scale)
@@ -136,6 +136,7 @@ class Step:
 
     def _pipelined(self, batches: Sequence[Batch]) -> Tensor:
         assert self.pipeline is not None
+        self.place("pipeline")
         tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
         labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
         with self._autocast():
@@ -146,6 +147,7 @@ class Step:
         (part,) = self.parts
         losses = torch.zeros((), device=self.meshes.device)
         for number, batch in enumerate(batches):
+            self.place("forward and backward", number)  # a step of many micro-batches may be long
             tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
             labels = batch.labels.to(self.meshes.device, non_blocking=True)
             more = self.objective.arguments(labels)
