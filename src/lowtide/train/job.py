@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.config.schema import Settings
@@ -71,7 +72,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
             " would shard differently; write false, or use data parallel only"
         )
     refuse_predictions(shape, run)
-    if shape.prediction_layers and run.adapt is not None:
+    if shape.prediction_layers and run.adapt is not None and dist.get_rank() == 0:
         logger.warning("multi-token-prediction layers keep their activations: the adaptive mode decides those before")
     models, handles = [], []
     for stage in stages:

@@ -69,6 +69,7 @@ def train(file: Path, overrides: Overrides, options: TrainOptions, stop: StopReq
         loop.checkpoints.close()
         if options.json and dist.get_rank() == 0:
             print(json.dumps(result))
+    logs.remove_empty()
     return stop.saved() if stop is not None and result["stopped_after"] else 0
 
 
@@ -175,7 +176,9 @@ def _open(
 
 
 def _say(check: Check, run: Run, directory: RunDirectory) -> None:
-    """What was understood, in the words of the guides; every rank's log has it, rank 0 also prints it."""
+    """What was understood, in the words of the guides; the same on all ranks, so rank 0 says it."""
+    if dist.get_rank() != 0:
+        return
     for level, text in check.log:
         logger.log(getattr(logging, level), "%s", text)
     for problem in check.problems.warnings:

@@ -7,6 +7,13 @@ time. Data and learning rates are chosen outside. What belongs to the step alone
 (the objective's weights, the routers' counts) is set when it begins. What outlives it (the loss scale, the routers'
 biases) is worked out before the update and written after it, in place, when nothing is left that could fail. What a
 aborted attempt leaves in torch (gradients, the state of FSDP, DDP and the pipeline) is dropped when the next begins.
+
+[Note: a step is read when the next is issued]
+On a device, a step that was issued is far from done. Reading its loss at once would keep the device idle until the
+host has the next batch and the first kernels of its forward. So a step gives a function that waits for its numbers,
+which are copied to the host behind it, and the loop calls it when it has issued the next step: the host is at most one
+step ahead. A loss scale or a threshold on the norm still has the host wait in each step, since it decides about the
+update.
 """
 
 from __future__ import annotations
@@ -81,8 +88,11 @@ class Step:
         self.under_way = False
         """Whether a step has begun and not ended."""
 
-    def __call__(self, batches: Sequence[Batch]) -> Outcome:
-        """Train on the micro-batches of one step; see [Note: a step that is retried]."""
+    def __call__(self, batches: Sequence[Batch]) -> Callable[[], Outcome]:
+        """Train on the micro-batches of one step; see [Note: a step that is retried].
+
+        What is returned waits for what it came to: see [Note: a step is read when the next is issued].
+        """
         if self.under_way:
             self._drop_attempt()
         self.under_way = True
@@ -109,18 +119,23 @@ class Step:
             bias.add_(change)
         self.scale = self.scale.after(overflow=overflow)
         self.under_way = False
-        main, reported, stop = self._reported(summed)
-        others = self.experts.losses(reported, self.run.micro_steps)
-        return Outcome(
-            loss=main + sum(others.values()),
-            losses={"lm": main, **others} if others else {},
-            drop_rates=self.experts.drop_rates(reported),
-            global_norm=float(norm) if norm is not None else None,
-            overflow=overflow,
-            skipped=skipped,
-            loss_scale=scale,
-            stop=stop,
-        )
+        on_host, norm_on_host = _on_its_way(summed), _on_its_way(norm) if norm is not None else None
+
+        def outcome() -> Outcome:
+            main, reported, stop = self._reported(on_host())
+            others = self.experts.losses(reported, self.run.micro_steps)
+            return Outcome(
+                loss=main + sum(others.values()),
+                losses={"lm": main, **others} if others else {},
+                drop_rates=self.experts.drop_rates(reported),
+                global_norm=float(norm_on_host()) if norm_on_host is not None else None,
+                overflow=overflow,
+                skipped=skipped,
+                loss_scale=scale,
+                stop=stop,
+            )
+
+        return outcome
 
     def _drop_attempt(self) -> None:
         """Drop what an aborted step has left behind."""
@@ -137,8 +152,8 @@ class Step:
     def _pipelined(self, batches: Sequence[Batch]) -> Tensor:
         assert self.pipeline is not None
         self.place("pipeline")
-        tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
-        labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
+        tokens = _moved(torch.cat([batch.tokens for batch in batches]), self.meshes.device)
+        labels = _moved(torch.cat([batch.labels for batch in batches]), self.meshes.device)
         with self._autocast():
             losses = self.pipeline.run(tokens, labels, self.objective.arguments(labels))
         return losses if losses is not None else torch.zeros((), device=self.meshes.device)
@@ -148,8 +163,7 @@ class Step:
         losses = torch.zeros((), device=self.meshes.device)
         for number, batch in enumerate(batches):
             self.place("forward and backward", number)  # a step of many micro-batches may be long
-            tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
-            labels = batch.labels.to(self.meshes.device, non_blocking=True)
+            tokens, labels = (_moved(one, self.meshes.device) for one in (batch.tokens, batch.labels))
             more = self.objective.arguments(labels)
             if self.packing is not None:
                 more |= self.packing.arguments(tokens)
@@ -187,9 +201,28 @@ class Step:
         return value
 
     def _reported(self, summed: Tensor) -> tuple[float, Tensor, bool]:
-        """The same on the host, once the device has come so far."""
-        value = summed.cpu() / (self.run.degrees.data * self.run.degrees.tensor)
+        """The loss, what routers report, and whether any rank was asked to stop."""
+        value = summed / (self.run.degrees.data * self.run.degrees.tensor)
         return float(value[0]), value[1:-1], float(value[-1]) > 0
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for what the device has still to do."""
+    return value.to(device) if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
+
+
+def _on_its_way(value: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host; what is returned waits for it."""
+    if value.device.type == "cpu":
+        return lambda: value
+    copy = value.to("cpu", non_blocking=True)  # torch pins it, so that the copy overlaps with what comes next
+    end = torch.accelerator.current_stream().record_event()
+
+    def arrived() -> Tensor:
+        end.synchronize()
+        return copy
+
+    return arrived
 
 
 @contextmanager
