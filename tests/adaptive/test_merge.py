@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.adaptive.merge import joined, slowest
+from lowtide.adaptive.merge import joined, kind_of, merge, slowest, unmerged
 from lowtide.errors import TraceError
 from lowtide.planner.pipeline import even_pipeline
 from lowtide.planner.simulate import simulate
 from lowtide.policy import LayerPolicy, Policy, Recompute
 from lowtide.trace.trace import Call, Kernel, Pack, Part, Static, Trace, TracedOperator, Value
+from support.agreeing_ranks import unlike_trace
 from support.traced_cases import DEVICE, PARAMETER, SIZE, hand_made_trace, kernel
 
 OPTIMIZER = Part(
@@ -55,6 +56,22 @@ def test_ranks_that_diverged_are_noted_and_the_largest_is_used_for_all() -> None
     merged = slowest([fewer, trace, fewer])
     assert merged.parts == trace.parts
     assert any("2 of 3 ranks" in note for note in merged.notes)
+
+
+def test_merging_in_pairs_is_merging_one_after_the_other() -> None:
+    traces = [unlike_trace(rank) for rank in range(7)]
+    kinds = [kind_of(one) for one in traces]
+    shares = [unmerged(one, place, kinds) for place, one in enumerate(traces)]
+    while len(shares) > 1:
+        shares = [
+            merge(*pair) if len(pair) == 2 else pair[0]
+            for pair in (shares[n : n + 2] for n in range(0, len(shares), 2))
+        ]
+    expected = slowest(traces)
+    assert shares[0].result() == expected
+    largest = max(traces, key=lambda one: kind_of(one).held)
+    assert expected.batch == largest.batch
+    assert expected.layers == largest.layers
 
 
 def stages() -> list[Trace]:

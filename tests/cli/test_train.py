@@ -50,7 +50,7 @@ def test_a_rank_gets_exactly_the_options_of_the_command(file: Path) -> None:
         fresh=False,
         dry_run=True,
         log_dir=Path("output/msrun"),
-        watchdog=60.0,
+        watchdog=10.0,
         timeout=30.0,
         track=[Tracker.wandb, Tracker.tensorboard],
         device="h100",
@@ -70,7 +70,7 @@ def test_a_rank_gets_exactly_the_options_of_the_command(file: Path) -> None:
 
 def test_logs_are_in_the_run_directory_unless_said_otherwise(file: Path) -> None:
     nothing: dict[str, Any] = dict.fromkeys(("resume", "log_dir", "watchdog", "track", "device"))
-    plain = {"fresh": False, "dry_run": False, "timeout": 900.0, "stop_signal": "USR1", "as_json": False}
+    plain = {"fresh": False, "dry_run": False, "timeout": 1800.0, "stop_signal": "USR1", "as_json": False}
     _, check = _read(file, ["output_dir=somewhere"], None, None, None)
     assert _options(check, **(nothing | plain)).log_dir == Path("somewhere/logs")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lowtide.errors import RunDirectoryError
 from lowtide.train.launch import launched, tie_to_launcher
-from lowtide.train.logs import start_logging
+from lowtide.train.logs import OF_EACH_RANK, start_logging
 from lowtide.train.options import restarted
 from lowtide.train.run_directory import RunDirectory, on_first_rank, open_run_directory
 
@@ -37,13 +37,13 @@ def main(log_dir: Path, deed: str) -> None:
     dist.init_process_group("gloo")
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
-    log.info("sum %g of %d ranks, process %d", total.item(), dist.get_world_size(), os.getpid())
+    log.info("sum %g of %d ranks, process %d", total.item(), dist.get_world_size(), os.getpid(), extra=OF_EACH_RANK)
     run = on_first_rank(lambda: open_it(log_dir / "run"))
-    log.info("run directory %s", run.path.name)
+    log.info("run directory %s", run.path.name, extra=OF_EACH_RANK)
     try:
         on_first_rank(refuse)
     except RunDirectoryError as error:
-        log.info("every rank knows: %s", error)
+        log.info("every rank knows: %s", error, extra=OF_EACH_RANK)
     print(f"printed by {rank}", flush=True)
     if deed == "wait":
         (log_dir / f"waiting_{rank}").write_text(str(os.getpid()))

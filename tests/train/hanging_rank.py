@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lowtide.train.options import TrainOptions
 from lowtide.train.watchdog import Watchdog
 
 
@@ -18,9 +19,10 @@ def stuck_in_data() -> None:
 
 
 def main(directory: Path, rank: int) -> None:
+    options = TrainOptions(run_directory=directory, log_dir=directory, timeout=12.0)
     store = dist.FileStore(str(directory / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
-    watchdog = Watchdog(directory / "watchdog", rank=rank, world_size=2, timeout=3.0, end=True)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=options.timeout))
+    watchdog = Watchdog(directory / "watchdog", rank=rank, world_size=2, timeout=options.watchdog_seconds, end=True)
     for step in range(1, 100):
         watchdog.at("data", step)
         if rank == 1 and step == 3:

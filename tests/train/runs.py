@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+import tide
 from lowtide.models.shape import DecoderShape
+from lowtide.train.commit import checkpoints_in
 from lowtide.train.loop import Loop
 from lowtide.train.main import prepare
 from lowtide.train.options import TrainOptions
@@ -130,3 +133,48 @@ def close(loop: Loop) -> None:
     loop.checkpoints.close()
     for _, handle in loop.job.handles:
         handle.remove()
+
+
+class Ahead(NamedTuple):
+    """How far the host was ahead of a device that is slow, in nanoseconds of the virtual clock."""
+
+    issued: int
+    """Until the device had done the step that was just issued."""
+    finished: int
+    """The same when the step before it was finished."""
+    loss: float
+
+
+def host_ahead(settings: dict[str, Any], steps: int = 4) -> list[Ahead]:
+    """Steps on the virtual accelerator, each finished when the next is issued, as the loop does."""
+    directory = Path(tempfile.mkdtemp())
+    (directory / "run.yaml").write_text(MODELS["llama"])
+    tide.configure(preset="h100", flops_fp32=10**9, launch=1)
+    overrides = {tuple(key.split(".")): value for key, value in settings.items()}
+    options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
+    loop = prepare(directory / "run.yaml", overrides, options, torch.device("tide", 0))
+    found: list[Ahead] = []
+    before = loop.issue(1)
+    for step in range(2, steps + 1):
+        following = loop.issue(step)
+        issued = tide.idle_at() - tide.now()
+        record = loop.finish(before)
+        found.append(Ahead(issued, tide.idle_at() - tide.now(), record.loss))
+        before = following
+    loop.finish(before)
+    close(loop)
+    return found
+
+
+def whole_run(settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+    """The metrics and the saved steps of a run on the virtual accelerator, by the loop itself."""
+    directory = Path(tempfile.mkdtemp())
+    (directory / "run.yaml").write_text(MODELS["llama"])
+    overrides = {tuple(key.split(".")): value for key, value in settings.items()}
+    options = TrainOptions(run_directory=directory / "output", log_dir=directory / "logs", watchdog=0)
+    loop = prepare(directory / "run.yaml", overrides, options, torch.device("tide", 0))
+    loop.train(None)
+    close(loop)
+    lines = (directory / "output" / "metrics.jsonl").read_text().splitlines()
+    steps = [marker.step for _, marker in checkpoints_in(directory / "output" / "checkpoints")]
+    return [json.loads(line) for line in lines], sorted(steps)

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import lowtide.errors
-from lowtide.train import generators
+from lowtide.train import commit, generators
 from lowtide.train.checkpoint import Checkpoints
-from lowtide.train.commit import checkpoints_in
+from lowtide.train.commit import checkpoints_in, written
 from lowtide.train.state import TrainState
 from train import checkpoint_programs as programs
 
@@ -61,6 +61,19 @@ def test_a_resumed_run_goes_on_bit_by_bit(asynchronous: bool, tmp_path: Path) ->
     found, again, progress = programs.load("one", tmp_path)
     assert (found, again) == (saved_digests, losses)
     assert progress == {"step": 3, "samples": 12}
+
+
+def test_what_a_rank_writes_is_hashed_as_it_is_written_and_not_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(commit, "written", lambda path: (read.append(path.name), written(path))[1])
+    saved(tmp_path, [1])
+    assert read == [commit.METADATA]  # which rank 0 writes, of all ranks
+    ((path, marker),) = checkpoints_in(tmp_path)
+    assert commit.damage_of(path, marker, [0], checksums=True) is None
+    flip(path / "__0_0.distcp")
+    assert "its checksum is another" in str(commit.damage_of(path, marker, [0], checksums=True))
 
 
 def test_all_generators_come_back(tmp_path: Path) -> None:

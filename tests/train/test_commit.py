@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from lowtide.train.commit import (
     METADATA,
+    HashedFile,
     Marker,
     Written,
     checkpoints_in,
@@ -21,6 +23,7 @@ from lowtide.train.commit import (
     share_of,
     write_manifest,
     write_marker,
+    written,
 )
 
 
@@ -28,10 +31,23 @@ def committed(directory: Path, world_size: int = 2, step: int = 1) -> Marker:
     """A checkpoint as ranks leave it."""
     directory.mkdir(parents=True)
     for rank in range(world_size):
-        (directory / f"__{rank}_0.distcp").write_bytes(bytes(range(100)) * (rank + 1))
-        write_manifest(directory, rank, [f"__{rank}_0.distcp"])
+        name = f"__{rank}_0.distcp"
+        (directory / name).write_bytes(bytes(range(100)) * (rank + 1))
+        write_manifest(directory, rank, {name: written(directory / name)})
     (directory / METADATA).write_bytes(b"where each tensor is")
     return write_marker(directory, step, world_size)
+
+
+@given(st.lists(st.binary(max_size=50)))
+def test_a_files_checksum_is_known_when_it_is_written(pieces: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "file"
+        with file.open("wb") as stream:
+            hashed = HashedFile(stream)
+            for piece in pieces:
+                hashed.write(memoryview(piece))
+            assert hashed.tell() == sum(map(len, pieces))
+        assert hashed.written == written(file)
 
 
 def test_a_checkpoint_counts_with_its_marker_and_not_before(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lowtide.errors import ConfigError
 from lowtide.runtime.receipt import Receipt, SettingReceipt
-from lowtide.train.logs import start_logging
+from lowtide.train.logs import OF_EACH_RANK, start_logging
 from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
 
 GUIDE = [
@@ -43,7 +43,7 @@ def test_only_the_packages_logger_is_touched_and_given_back(tmp_path: Path, caps
     root, own = logging.getLogger(), logging.getLogger("lowtide")
     before = (list(root.handlers), root.level, list(own.handlers), own.level, own.propagate)
     logs = start_logging(1, tmp_path)
-    own.info("kept")
+    own.warning("kept")
     logging.getLogger("another").warning("not ours")
     assert (list(root.handlers), root.level) == before[:2]
     logs.close()
@@ -58,7 +58,7 @@ def test_only_the_packages_logger_is_touched_and_given_back(tmp_path: Path, caps
 def test_an_earlier_runs_log_is_kept_and_a_restart_appends(tmp_path: Path) -> None:
     for text, continued in (("first", False), ("second", False), ("restart", True), ("third", False)):
         logs = start_logging(2, tmp_path, continued=continued)
-        logging.getLogger("lowtide").info(text)
+        logging.getLogger("lowtide").warning(text)
         logs.close()
     words = {
         file.name: [line.rsplit(" ", 1)[1] for line in file.read_text().splitlines()] for file in tmp_path.iterdir()
@@ -68,6 +68,30 @@ def test_an_earlier_runs_log_is_kept_and_a_restart_appends(tmp_path: Path) -> No
         "worker_2.2.log": ["second", "restart"],
         "worker_2.log": ["third"],
     }
+
+
+def test_a_rank_with_nothing_of_its_own_to_say_leaves_no_file(tmp_path: Path) -> None:
+    logs = start_logging(3, tmp_path)
+    logging.getLogger("lowtide").info("the loss, which rank 0 says")
+    logs.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_logs_its_warnings_and_what_is_not_the_same_on_all_ranks(tmp_path: Path) -> None:
+    logs = start_logging(3, tmp_path)
+    logging.getLogger("lowtide").info("the loss")
+    logging.getLogger("lowtide").info("peak of this rank", extra=OF_EACH_RANK)
+    logging.getLogger("lowtide").warning("damaged")
+    logs.close()
+    (file,) = tmp_path.iterdir()
+    assert [line.split(" - ")[1] for line in file.read_text().splitlines()] == ["peak of this rank", "damaged"]
+
+
+def test_all_ranks_log_everything_at_the_level_debug(tmp_path: Path) -> None:
+    logs = start_logging(3, tmp_path, environment={"GLOG_v": "0"})
+    logging.getLogger("lowtide").info("the loss")
+    logs.close()
+    assert "the loss" in logs.file.read_text()
 
 
 @pytest.mark.parametrize(

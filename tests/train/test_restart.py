@@ -44,5 +44,5 @@ def test_a_killed_rank_costs_no_step_and_no_checkpoint(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, 41))
     assert int(lock.read_text().split()[1]) != first
-    log = (tmp_path / "output" / "logs" / "worker_1.log").read_text()
+    log = (tmp_path / "output" / "logs" / "worker_0.log").read_text()
     assert "was started again after a failure: continues from" in log

@@ -105,12 +105,17 @@ def test_a_scheduler_may_signal_one_rank_with_a_signal_of_its_own(tmp_path: Path
     run = start("run", "--nproc", "2", "--stop-signal", "SIGUSR2")
     wait_for_steps(run, tmp_path / "run", 2)
     first = int((tmp_path / "run" / "output" / "run.lock").read_text().split()[1])
-    os.kill(first, signal.SIGUSR2)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (second,) = (
+        pid for pid in map(int, children) if pid != first and b"train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(second, signal.SIGUSR2)
     out, err = run.communicate(timeout=PATIENCE)
     assert run.returncode == STOPPED, err
     assert saved_steps(tmp_path / "run") == [json.loads(out)["stopped_after"]]
-    log = (tmp_path / "run" / "output" / "logs" / "worker_1.log").read_text()
-    assert "by a signal to another rank: saved" in log
+    logs = tmp_path / "run" / "output" / "logs"
+    assert "by a signal to another rank: saved" in (logs / "worker_0.log").read_text()
+    assert "by SIGUSR2: saved" in (logs / "worker_1.log").read_text()
 
 
 def test_a_rank_that_its_launcher_ends_does_not_save(tmp_path: Path, start: Start) -> None:

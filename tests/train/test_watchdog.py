@@ -8,7 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from lowtide.train.watchdog import ENDED, Place, Watchdog, summary_of
+import pytest
+
+from lowtide.errors import ConfigError
+from lowtide.train.options import TrainOptions
+from lowtide.train.watchdog import ENDED, Place, Watchdog, reported_after, summary_of
 
 
 def test_a_hanging_job_says_where_each_rank_is_stuck_and_ends(tmp_path: Path) -> None:
@@ -33,6 +37,31 @@ def test_a_hanging_job_says_where_each_rank_is_stuck_and_ends(tmp_path: Path) ->
     assert "1 rank (1): data of step 3, micro-batch 0" in said[0]
     assert "1 rank (0): forward of step 3, micro-batch 1" in said[0]
     assert "ranks hang" not in said[1]
+
+
+def test_a_watchdog_slower_than_collectives_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--watchdog 1800 and --timeout 900: .*takes 1870 s"):
+        TrainOptions(run_directory=tmp_path, log_dir=tmp_path, watchdog=1800.0, timeout=900.0)
+    assert TrainOptions(run_directory=tmp_path, log_dir=tmp_path, watchdog=0.0, timeout=1.0).watchdog_seconds == 0
+
+
+@pytest.mark.parametrize("timeout", [1.0, 60.0, 300.0, 1800.0, 36_000.0])
+def test_unless_given_the_watchdog_has_reported_before_collectives_fail(tmp_path: Path, timeout: float) -> None:
+    options = TrainOptions(run_directory=tmp_path, log_dir=tmp_path, timeout=timeout)
+    assert 0 < options.watchdog_seconds < reported_after(options.watchdog_seconds) < timeout
+
+
+def test_a_place_may_have_more_patience_than_the_others(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as log:
+        watchdog = Watchdog(tmp_path / "watchdog", rank=0, world_size=1, timeout=0.2, stream=log)
+        watchdog.at("checkpoint", 1, patience=30.0)
+        time.sleep(1.0)
+        patient = (tmp_path / "log").read_text()
+        watchdog.at("forward", 2)
+        time.sleep(1.0)
+        watchdog.close()
+        assert patient == ""
+        assert "forward of step 2" in (tmp_path / "log").read_text()
 
 
 def test_a_process_that_holds_the_interpreter_lock_is_reported_and_ended_too(tmp_path: Path) -> None:

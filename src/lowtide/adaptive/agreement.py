@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -64,6 +64,24 @@ class Agreement:
         box = [value]
         dist.broadcast_object_list(box, src=rank, group=self.group)
         return box[0]
+
+    def merged(self, mine: Value, merge: Callable[[Value, Value], Value]) -> Value:
+        """All values as one, on every rank: neighbours merge in pairs, then pairs of these, and so on.
+
+        A rank sends its value once and receives one for each time the number of ranks can be halved; the first
+        rank sends the result to all. ``merge`` gets values of ranks in their order.
+        """
+        place, distance = self.ranks.index(self.rank), 1
+        while distance < self.world_size:
+            box = [mine]
+            if place % (2 * distance):
+                dist.send_object_list(box, self.ranks[place - distance], group=self.group)
+                break
+            if place + distance < self.world_size:
+                dist.recv_object_list(box, self.ranks[place + distance], group=self.group)
+                mine = merge(mine, box[0])
+            distance *= 2
+        return self.from_first(mine)
 
     def largest(self, mine: Sequence[float]) -> list[float]:
         """For each index of a list that is as long on every rank: the largest number of any."""

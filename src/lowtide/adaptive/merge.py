@@ -2,46 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 from lowtide.adaptive.stage_ends import followed, preceded
 from lowtide.errors import TraceError
 from lowtide.trace.trace import Part, Static, Trace
 
-__all__ = ["joined", "slowest"]
+__all__ = ["Kind", "Merged", "joined", "kind_of", "merge", "slowest", "unmerged"]
+
+
+class Kind(NamedTuple):
+    """What has to be known of every rank's Trace before they are merged."""
+
+    structure: int
+    """The same for ranks that run the same kernels, whatever their sizes."""
+    held: int
+    """Bytes held in a step."""
+
+
+class Merged(NamedTuple):
+    """The Traces of some neighbouring ranks of a stage, as one."""
+
+    trace: Trace | None
+    """Of those that run the kernels of the rank that holds most; None if none does."""
+    has_largest: bool
+    """Whether that rank is among them."""
+    ranks: int
+    alike: int
+    """How many of them run its kernels."""
+    notes: tuple[str, ...]
+
+    def result(self) -> Trace:
+        """The Trace of all, when all are merged."""
+        assert self.trace is not None, "the rank that holds most is among all"
+        if self.alike == self.ranks:
+            return replace(self.trace, notes=self.notes)
+        others = self.ranks - self.alike
+        note = f"{others} of {self.ranks} ranks did not run the same kernels: the one that holds most is used for all"
+        return replace(self.trace, notes=(*self.notes, note))
+
+
+def kind_of(trace: Trace) -> Kind:
+    """What the other ranks have to know of a Trace."""
+    digest = hashlib.blake2b(repr(_structure(trace)).encode(), digest_size=7).digest()
+    return Kind(int.from_bytes(digest), _bytes(trace))
+
+
+def unmerged(trace: Trace, place: int, kinds: Sequence[Kind]) -> Merged:
+    """The Trace of one rank, at its place among those of the stage, of which all kinds are known."""
+    largest = max(range(len(kinds)), key=lambda one: kinds[one].held)
+    alike = kinds[place].structure == kinds[largest].structure
+    return Merged(trace if alike else None, place == largest, 1, int(alike), trace.notes)
+
+
+def merge(first: Merged, second: Merged) -> Merged:
+    """Two as one, of ranks in this order: of each kernel the longest time, and the most memory.
+
+    The order of merging does not matter, so ranks can merge in pairs.
+    """
+    trace = first.trace or second.trace
+    if first.trace is not None and second.trace is not None:
+        one, two = first.trace, second.trace
+        trace = replace(
+            two if second.has_largest else one,
+            before=_largest((one.before, two.before)),
+            parts=tuple(_largest(both) for both in zip(one.parts, two.parts, strict=True)),
+            after=_largest((one.after, two.after)),
+            optimizer=_largest((one.optimizer, two.optimizer)),
+        )
+    return Merged(
+        trace,
+        first.has_largest or second.has_largest,
+        first.ranks + second.ranks,
+        first.alike + second.alike,
+        tuple(dict.fromkeys((*first.notes, *second.notes))),
+    )
 
 
 def slowest(traces: Sequence[Trace]) -> Trace:
     """The Trace of the ranks of one pipeline stage: of each kernel the longest time, and the most memory.
 
     Ranks whose experts were routed other tokens do not run the same kernels: then the Trace is that of the rank that
-    holds most, and has a note about it.
+    holds most, and has a note about it. Ranks that are apart do the same by :meth:`Agreement.merged`.
 
     ``trace = slowest(gathered)``
     """
     if not traces:
         raise TraceError("no Traces to merge: give those of all ranks of a stage")
-    largest = max(traces, key=_bytes)
-    alike = [one for one in traces if _structure(one) == _structure(largest)]
-
-    def merged(part_of: Callable[[Trace], Part]) -> Part:
-        return _largest([part_of(one) for one in alike])
-
-    result = replace(
-        largest,
-        before=merged(lambda one: one.before),
-        parts=tuple(merged(lambda one, number=number: one.parts[number]) for number in range(len(largest.parts))),  # type: ignore[misc]
-        after=merged(lambda one: one.after),
-        optimizer=merged(lambda one: one.optimizer),
-        notes=_notes(traces),
-    )
-    if len(alike) == len(traces):
-        return result
-    others = len(traces) - len(alike)
-    note = f"{others} of {len(traces)} ranks did not run the same kernels: the one that holds most is used for all"
-    return replace(result, notes=(*result.notes, note))
+    kinds = [kind_of(one) for one in traces]
+    return reduce(merge, (unmerged(one, place, kinds) for place, one in enumerate(traces))).result()
 
 
 def joined(stages: Sequence[Trace]) -> Trace:

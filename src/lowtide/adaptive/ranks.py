@@ -9,7 +9,7 @@ from datetime import timedelta
 from lowtide.adaptive.agreement import Agreement
 from lowtide.adaptive.decide import Decided
 from lowtide.adaptive.lengths import Shape
-from lowtide.adaptive.merge import joined, slowest
+from lowtide.adaptive.merge import Kind, joined, kind_of, merge, unmerged
 from lowtide.errors import PolicyError
 from lowtide.planner.pipeline import Pipeline
 from lowtide.trace.trace import Part, Trace, kernels_of
@@ -25,8 +25,9 @@ PATIENCE = timedelta(minutes=30)
 class Ranks:
     """All ranks, and those of each pipeline stage.
 
-    The cost of an agreement does not grow with the number of ranks, unless ranks of a stage ran different kernels.
-    With ``alone``, each rank decides by itself.
+    A rank sends and receives as much whatever the number of ranks, but for 16 bytes a rank where the ranks of a stage
+    ran different kernels, and a Trace for each time that their number can be halved. With ``alone``, each rank decides
+    by itself.
     """
 
     def __init__(self, stage: int = 0, *, alone: bool = False) -> None:
@@ -37,8 +38,10 @@ class Ranks:
             for one in sorted(set(stages))
         }
         self.leaders = {one: ranks[0] for one, ranks in of_stage.items()}
-        groups = {one: Agreement(PATIENCE, ranks, alone=alone) for one, ranks in of_stage.items()}
-        self.stage = groups[stage]
+        self.stage = self.all
+        if len(of_stage) > 1:
+            groups = {one: Agreement(PATIENCE, ranks, alone=alone) for one, ranks in of_stage.items()}
+            self.stage = groups[stage]
 
     @property
     def first(self) -> bool:
@@ -65,7 +68,9 @@ class Ranks:
         if stage.all(plain == stage.from_first(plain)):
             return _with_seconds(trace, stage.largest([kernel.seconds or 0.0 for kernel in kernels_of(trace)]))
         # Experts are not equally loaded: the largest of each tensor is used.
-        return slowest([Trace.from_json(stage.from_rank(trace.as_json(), rank)) for rank in stage.ranks])
+        mine = kind_of(trace)
+        kinds = map(Kind, stage.of_every_rank(mine.structure), stage.of_every_rank(mine.held))
+        return stage.merged(unmerged(trace, stage.ranks.index(stage.rank), list(kinds)), merge).result()
 
     def batch(self, shape: Shape, flags: Sequence[bool]) -> tuple[Shape, list[bool]]:
         """The shape that covers the batches of all ranks; and for each flag, whether it is set on any."""
@@ -96,7 +101,8 @@ class Ranks:
 
     def close(self) -> None:
         """Destroy the process groups."""
-        self.stage.close()
+        if self.stage is not self.all:
+            self.stage.close()
         self.all.close()
 
 

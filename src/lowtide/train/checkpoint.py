@@ -17,14 +17,15 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -33,7 +34,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from lowtide.adaptive.agreement import Agreement
 from lowtide.errors import CheckpointError
 from lowtide.train.commit import (
+    HashedFile,
     Marker,
+    Written,
     checkpoints_in,
     damage_of,
     directory_name,
@@ -296,12 +299,31 @@ class Checkpoints:
         return sorted(path for path in self.directory.iterdir() if is_checkpoint_name(path.name))
 
 
+class _HashedFiles(FileSystem):
+    """Files whose checksums are known when they are written."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Written] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file, which torch writes from its beginning to its end, or reads."""
+        with super().create_stream(path, mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            hashed = HashedFile(cast(BinaryIO, file))
+            yield hashed
+            self.written[Path(path).name] = hashed.written
+
+
 class _Writer(FileSystemWriter):
     """Writes a checkpoint with its checksums and its marker. See [Note: who commits, and when]."""
 
     def __init__(self, directory: Path, step: int, world_size: int, samples: dict[str, list[float]]) -> None:
         super().__init__(directory, overwrite=False)
         self.directory, self.step, self.world_size, self.samples = directory, step, world_size, samples
+        self.fs: _HashedFiles = _HashedFiles()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return replace(super().prepare_local_plan(plan), storage_data=self.samples)
@@ -314,7 +336,8 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         results = super().write_data(plan, planner)
-        write_manifest(self.directory, self.rank or 0, {one.storage_data.relative_path for one in results.value()})
+        names = {one.storage_data.relative_path for one in results.value()}
+        write_manifest(self.directory, self.rank or 0, {name: self.fs.written[name] for name in names})
         return results
 
     def finish(self, metadata: Metadata, results: Any) -> None:

@@ -19,12 +19,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = [
+    "HashedFile",
     "Manifest",
     "Marker",
     "Written",
@@ -110,9 +111,47 @@ def written(path: Path) -> Written:
     return Written(size, digest.hexdigest())
 
 
-def write_manifest(directory: Path, rank: int, files: Iterable[str]) -> None:
-    """Read back what a rank wrote and leave its checksums on the disk."""
-    manifest = Manifest(rank, {name: written(directory / name) for name in sorted(files)})
+class HashedFile:
+    """A file that is being written from its beginning to its end, and its checksum: it need not be read back.
+
+    The checksum is of what was handed over to be written, so a disk that keeps something else is found out too.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._size = file, hashlib.blake2b(digest_size=16), 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write what comes next."""
+        self._digest.update(data)
+        self._size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self._size
+
+    def flush(self) -> None:
+        """Hand what was written over to the system."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """The open file; what is not handed over to the system yet is handed over first, for the sake of fsync."""
+        self._file.flush()
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @property
+    def written(self) -> Written:
+        """What was written so far."""
+        return Written(self._size, self._digest.hexdigest())
+
+
+def write_manifest(directory: Path, rank: int, files: Mapping[str, Written]) -> None:
+    """Leave the checksums of what a rank wrote on the disk."""
+    manifest = Manifest(rank, dict(sorted(files.items())))
     _write_flushed(directory / _manifest_name(rank), asdict(manifest))
 
 

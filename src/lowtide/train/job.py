@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.config.schema import Settings
@@ -74,7 +75,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
     refuse_tied(shape, run)
     refuse_predictions(shape, run)
     refuse_context(shape, run)
-    if shape.prediction_layers and run.adapt is not None:
+    if shape.prediction_layers and run.adapt is not None and dist.get_rank() == 0:
         logger.warning("multi-token-prediction layers keep their activations: the adaptive mode decides those before")
     models, handles = [], []
     for stage in stages:

@@ -44,7 +44,7 @@ class Launch:
     """The first node's address; needed with several nodes."""
     master_port: int | None = None
     """A free port on the first node; needed with several nodes. One node finds a port by itself."""
-    timeout: float = 900.0
+    timeout: float = 1800.0
     """Seconds to wait until all nodes are there."""
     max_restarts: int = 0
     """How often all ranks are started again after one failed."""

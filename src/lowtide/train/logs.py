@@ -2,6 +2,10 @@
 
 Only the logger ``lowtide`` is touched, never the root logger. A line ends as the MindSpore Transformers guide shows it,
 ``-INFO - Set op_swap at layer 0: attention.flash_attention, value=10``, so that the guide's ``grep`` commands find it.
+
+What all ranks know alike, rank 0 says. Another rank's log has its warnings and errors, what is logged with
+``extra=OF_EACH_RANK``, and what else is printed in it; a rank without any of it leaves no file. With ``GLOG_v=0`` every
+rank logs everything.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from lowtide.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Logs", "level_of", "log_file", "start_logging", "warnings_in_log"]
+__all__ = ["OF_EACH_RANK", "Logs", "level_of", "log_file", "start_logging", "warnings_in_log"]
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "lowtide: "
 """How lowtide's own warnings begin."""
+
+OF_EACH_RANK = {"of_each_rank": True}
+"""The ``extra`` of a line below a warning that is not the same on all ranks."""
 
 LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
 """What the values of GLOG_v mean."""
@@ -53,6 +60,17 @@ class Logs:
         logger.setLevel(self._before[0])
         logger.propagate = self._before[1]
 
+    def remove_empty(self) -> None:
+        """Remove the file if there is nothing in it: with standard error redirected it is there from the start.
+
+        For the end of a run that went well: an error is printed after the log is closed.
+        """
+        try:
+            if self.file.stat().st_size == 0:
+                self.file.unlink()
+        except FileNotFoundError:
+            pass
+
 
 def start_logging(
     rank: int,
@@ -62,7 +80,7 @@ def start_logging(
     redirect: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> Logs:
-    """Open ``worker_N.log`` for this rank, and the terminal on rank 0.
+    """Open ``worker_N.log`` for this rank, when it has something to say, and the terminal on rank 0.
 
     A log of an earlier run is renamed to ``worker_N.1.log`` (the next free number), never overwritten; ``continued``
     (a restart of the same run) appends to it. ``redirect`` also sends what else is printed in this process, a traceback
@@ -76,8 +94,10 @@ def start_logging(
     logger = logging.getLogger("lowtide")
     before = (logger.level, logger.propagate)
     pattern = f"%(asctime)s [rank {rank}] %(filename)s:%(lineno)d -%(levelname)s - %(message)s"
-    to_file = logging.FileHandler(file, mode="a", encoding="utf-8")
+    to_file = logging.FileHandler(file, mode="a", encoding="utf-8", delay=rank != 0)
     to_file.setFormatter(logging.Formatter(pattern))
+    if rank != 0 and level > logging.DEBUG:
+        to_file.addFilter(lambda line: line.levelno >= logging.WARNING or hasattr(line, "of_each_rank"))
     handlers: list[logging.Handler] = [to_file]
     console: Console | None = None
     if rank == 0:

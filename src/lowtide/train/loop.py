@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from lowtide.train.drop_rate import meaning
 from lowtide.train.evaluation import evaluation_of
 from lowtide.train.expert_load import ExpertLoad
 from lowtide.train.job import Job, stage_shapes
+from lowtide.train.logs import OF_EACH_RANK
 from lowtide.train.loss_scale import scale_of
 from lowtide.train.memory_statistics import memory_statistics, wants_memory_statistics
 from lowtide.train.mesh import Meshes, rank_seed
@@ -60,8 +61,22 @@ logger = logging.getLogger(__name__)
 RECEIPT_EVERY = 100
 """Steps between two receipts. The second step has one too: in the first, some layers are still being profiled."""
 
-WATCHDOG_SECONDS = 1800.0
-"""How long a rank may make no progress, unless the command line says otherwise."""
+CHECKPOINT_SECONDS = 1800.0
+"""How long a checkpoint may take before the watchdog takes it for a hang, where the watchdog is quicker otherwise."""
+
+
+class Issued(NamedTuple):
+    """A step that was issued, and may still be running on the device."""
+
+    step: int
+    outcome: Callable[[], Outcome]
+    """Waits for what it came to."""
+    rate: float
+    begin: float
+    """When the host began it, in seconds of no epoch."""
+    samples: int
+    """Samples consumed up to its end."""
+    peak_bytes: int | None
 
 
 class Loop:
@@ -107,6 +122,10 @@ class Loop:
         """What asks the run to save and end early; None where nothing does."""
         self.stopping = False
         """Whether any rank was asked to, known to all from the same step on."""
+        self._finished = 0.0
+        """When the last step was finished."""
+        self.ahead = 0 if meshes.device.type == "cpu" or settings.top_level.profile else 1
+        """Steps that may be issued and not read: see [Note: a step is read when the next is issued]."""
         self.watchdog = _watchdog(options, directory)
         objective = Objective(run, meshes.data.get_group(), job.models, meshes.tokens_from)
         self.step = Step(
@@ -138,7 +157,7 @@ class Loop:
         """The session that decides while the run trains; ``fixed`` is what the file decides."""
         if self.run.adapt is None:
             return None
-        if self.run.adapt.profiling_steps is not None:
+        if self.run.adapt.profiling_steps is not None and dist.get_rank() == 0:
             for text in profiling_warnings(self.run.adapt.profiling_steps, self.last):
                 logger.warning("adapt: %s", text)
         from lowtide.train.adaptive import make_adaptive
@@ -194,15 +213,21 @@ class Loop:
             monitors = self.monitors(begun, console)
             for monitor in monitors:
                 stack.callback(monitor.close)
+            unread: list[Issued] = []
             for step in range(begun + 1, self.last + 1):
-                record = self.one(step)
-                for monitor in monitors:
-                    monitor.step(record)
+                unread.append(self.issue(step))
+                due = bool(self.save_every) and (step % self.save_every == 0 or step == self.last)
+                at_once = due or step == self.last or self._evaluates(step)
+                # All ranks read the same steps here, so all know of a request to stop at the same step.
+                while unread and (at_once or self.stopping or len(unread) > self.ahead):
+                    record = self._evaluated(self.finish(unread.pop(0)))
+                    for monitor in monitors:
+                        monitor.step(record)
                 self._write_receipts(step)
                 self.checkpoints.poll()
                 stopped = self.stopping and step < self.last
-                if stopped or (self.save_every and (step % self.save_every == 0 or step == self.last)):
-                    self._at("checkpoint")
+                if stopped or due:
+                    self._at("checkpoint", patience=CHECKPOINT_SECONDS)
                     saved = self.checkpoints.save(step, self.state)
                 if stopped:
                     self.checkpoints.wait()
@@ -210,7 +235,7 @@ class Loop:
                     break
         if wants_memory_statistics():
             for line in memory_statistics(self.receipts):
-                logger.info("%s", line)
+                logger.info("%s", line, extra=OF_EACH_RANK)
         return {
             "run_directory": str(self.directory.path),
             "steps": self.last,
@@ -221,6 +246,8 @@ class Loop:
 
     def _say_stopped(self, step: int, saved: Path) -> None:
         asked = self.stop.signal_name if self.stop is not None else None
+        if asked is None and dist.get_rank() != 0:
+            return
         logger.warning(
             "stopped after step %d of %d by %s: saved %s; the same command continues from there",
             *(step, self.last, asked or "a signal to another rank", saved),
@@ -248,34 +275,49 @@ class Loop:
 
     def one(self, step: int) -> StepRecord:
         """One step, from its data to its record."""
+        return self._evaluated(self.finish(self.issue(step)))
+
+    def issue(self, step: int) -> Issued:
+        """Train one step; on a device, it may still be running when this returns."""
         begin, self.number = time.perf_counter(), step
         consumed = int(self.state.progress["samples"])
         self._at("data")
         batches = self.data.for_step(consumed)
         rate = self.rates.set(step - 1)
         outcome = self.step(batches) if self.adaptive is None else self._adapted(self.adaptive, batches)
-        self.stopping = outcome.stop
         consumed += self.run.samples_per_step
         self.state.progress.update(step=step, loss_scale=self.step.scale.state_dict(), **self.data.state(consumed))
-        record = self._record(step, outcome, rate, time.perf_counter() - begin)
-        evaluation = self.evaluation
-        if evaluation is not None and evaluation.intervals.due(step, self.data.steps_per_epoch):
-            record = replace(record, evaluation_loss=evaluation(step))
-        return record
+        return Issued(step, outcome, rate, begin, consumed, _peak_bytes())
 
-    def _adapted(self, adaptive: Adaptive, batches: Sequence[Batch]) -> Outcome:
+    def finish(self, issued: Issued) -> StepRecord:
+        """Wait for the end of a step; its record."""
+        outcome = issued.outcome()
+        self.stopping = self.stopping or outcome.stop
+        before, self._finished = self._finished, time.perf_counter()
+        return self._record(issued, outcome, self._finished - max(before, issued.begin))
+
+    def _evaluates(self, step: int) -> bool:
+        return self.evaluation is not None and self.evaluation.intervals.due(step, self.data.steps_per_epoch)
+
+    def _evaluated(self, record: StepRecord) -> StepRecord:
+        """The record of the step that was issued last, with the evaluation that follows it."""
+        if self.evaluation is None or not self._evaluates(record.step):
+            return record
+        return replace(record, evaluation_loss=self.evaluation(record.step))
+
+    def _adapted(self, adaptive: Adaptive, batches: Sequence[Batch]) -> Callable[[], Outcome]:
         """The step, which may be run more than once: see [Note: a step that is retried]."""
         outcome = adaptive.step(lambda: self.step(batches))
         assert outcome is not None
         return outcome
 
-    def _at(self, phase: str) -> None:
+    def _at(self, phase: str, micro: int = 0, patience: float = 0.0) -> None:
         """Note where this rank is, for when the job hangs."""
         if self.watchdog is not None:
-            self.watchdog.at(phase, self.number)
+            self.watchdog.at(phase, self.number, micro, patience)
 
-    def _record(self, step: int, outcome: Outcome, rate: float, seconds: float) -> StepRecord:
-        in_epoch = self.data.steps_per_epoch
+    def _record(self, issued: Issued, outcome: Outcome, seconds: float) -> StepRecord:
+        in_epoch, step = self.data.steps_per_epoch, issued.step
         return StepRecord(
             step=step,
             steps=self.last,
@@ -287,36 +329,36 @@ class Loop:
             losses=outcome.losses,
             drop_rates=outcome.drop_rates,
             seconds=seconds,
-            learning_rate=rate,
+            learning_rate=issued.rate,
             overflow=outcome.overflow,
             loss_scale=outcome.loss_scale,
             global_norm=outcome.global_norm,
             skipped=outcome.skipped,
             tokens=self.run.samples_per_step * self.run.sequence,
-            samples=int(self.state.progress["samples"]),
-            peak_bytes=_peak_bytes(),
+            samples=issued.samples,
+            peak_bytes=issued.peak_bytes,
             mfu=self.workload.mfu(seconds) if self.workload is not None else None,
         )
 
     def monitors(self, begun: int, console: Console | None) -> list[Monitor]:
-        """What looks at each step. Every rank logs its lines; files and the terminal are rank 0's."""
-        every = next((one.per_print_times for one in self.settings.callbacks if isinstance(one, MFLossMonitor)), 1)
-        found: list[Monitor] = [
-            LossLine(
-                every=every,
-                separate=self.settings.top_level.print_separate_loss,
-                samples_per_step=self.run.samples_per_step,
-                ranks=self.run.degrees.world,
-            )
-        ]
-        if any(isinstance(one, MoEDropRateCallback) for one in self.settings.callbacks):
-            found.append(DropRate())
-        top = self.settings.top_level
+        """What looks at each step: rank 0 alone, but for profiles. A step's record is the same on all ranks."""
+        top, found = self.settings.top_level, list[Monitor]()
         if top.profile and self.meshes.leads:
             file = self.directory.path / "profile" / f"rank_{dist.get_rank()}.json"
             first = 1 if top.init_start_profile else top.profile_start_step
             found.append(Profile(file, begun=begun, first=first, last=top.profile_stop_step, memory=top.profile_memory))
         if dist.get_rank() == 0:
+            every = next((one.per_print_times for one in self.settings.callbacks if isinstance(one, MFLossMonitor)), 1)
+            found.append(
+                LossLine(
+                    every=every,
+                    separate=top.print_separate_loss,
+                    samples_per_step=self.run.samples_per_step,
+                    ranks=self.run.degrees.world,
+                )
+            )
+            if any(isinstance(one, MoEDropRateCallback) for one in self.settings.callbacks):
+                found.append(DropRate())
             found += [JsonLines(self.directory.metrics, after=begun), Curve(), ProgressBar(console)]
             if "tensorboard" in self.options.track:
                 found.append(TensorBoard(self.directory.path / "tensorboard", after=begun))
@@ -352,7 +394,7 @@ def _watchdog(options: TrainOptions, directory: RunDirectory) -> Watchdog | None
         directory.path / "watchdog",
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        timeout=WATCHDOG_SECONDS if options.watchdog is None else options.watchdog,
+        timeout=options.watchdog_seconds,
         end=options.redirect,  # the launcher restarts the ranks
     )
 

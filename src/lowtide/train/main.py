@@ -27,7 +27,7 @@ from lowtide.train.data.packing import packing_of
 from lowtide.train.described import check_described
 from lowtide.train.job import build_job
 from lowtide.train.logs import start_logging, warnings_in_log
-from lowtide.train.loop import Loop
+from lowtide.train.loop import CHECKPOINT_SECONDS, Loop
 from lowtide.train.mesh import make_meshes, process_group, rank_seed
 from lowtide.train.options import TrainOptions
 from lowtide.train.run import Run, read_run
@@ -69,6 +69,7 @@ def train(file: Path, overrides: Overrides, options: TrainOptions, stop: StopReq
         loop.checkpoints.close()
         if options.json and dist.get_rank() == 0:
             print(json.dumps(result))
+    logs.remove_empty()
     return stop.saved() if stop is not None and result["stopped_after"] else 0
 
 
@@ -151,7 +152,9 @@ def _checkpoints(check: Check, options: TrainOptions) -> tuple[Checkpoints, int]
     if settings.layout == "2026" and settings.checkpoint.enable_save:
         every, keep = settings.checkpoint.save_interleaved_steps, settings.checkpoint.save_max
         directory = Path(settings.checkpoint.save_path) if settings.checkpoint.save_path else directory
-    return Checkpoints(directory, keep=keep, asynchronous=asynchronous), every
+    # Longer than the watchdog waits for a checkpoint: it says who is missing before the others fail.
+    patience = timedelta(seconds=max(2 * CHECKPOINT_SECONDS, options.timeout))
+    return Checkpoints(directory, keep=keep, asynchronous=asynchronous, timeout=patience), every
 
 
 def _open(
@@ -173,7 +176,9 @@ def _open(
 
 
 def _say(check: Check, run: Run, directory: RunDirectory) -> None:
-    """What was understood, in the words of the guides; every rank's log has it, rank 0 also prints it."""
+    """What was understood, in the words of the guides; the same on all ranks, so rank 0 says it."""
+    if dist.get_rank() != 0:
+        return
     for level, text in check.log:
         logger.log(getattr(logging, level), "%s", text)
     for problem in check.problems.warnings:

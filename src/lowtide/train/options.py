@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowtide.errors import ConfigError
+from lowtide.train.watchdog import reported_after
+
 __all__ = ["TrainOptions", "restarted"]
 
 ROUND = "LOWTIDE_ROUND"
@@ -29,10 +32,11 @@ class TrainOptions:
     fresh: bool = False
     """Move an earlier run in the run directory aside and start from the beginning."""
     watchdog: float | None = None
-    """Seconds without progress after which each rank says where it is stuck; 0 for never; None for the default."""
+    """Seconds without progress after which each rank says where it is stuck; 0 for never; None for half of
+    `timeout`."""
     track: tuple[str, ...] = ()
     """Who else gets each step's numbers: ``tensorboard``, ``wandb``."""
-    timeout: float = 900.0
+    timeout: float = 1800.0
     """Seconds to wait for other ranks, at the start and in a collective."""
     redirect: bool = False
     """Whether what a rank prints, and what libraries print in it, goes to its log instead of the terminal."""
@@ -42,6 +46,21 @@ class TrainOptions:
     """The signal on which the run saves and stops, as on SIGTERM; `none` for SIGTERM alone."""
     restarted: bool = False
     """Whether torchrun started this process again after a failure: the run then goes on by itself."""
+
+    def __post_init__(self) -> None:
+        """ConfigError where ranks would give up on each other before the watchdog has said which of them is stuck."""
+        reported = reported_after(self.watchdog_seconds)
+        if reported > self.timeout:
+            raise ConfigError(
+                f"--watchdog {self.watchdog_seconds:g} and --timeout {self.timeout:g}: collectives would fail before"
+                f" the watchdog has reported, which takes {reported:g} s; give --timeout more,"
+                " or leave --watchdog out, which is then half of it"
+            )
+
+    @property
+    def watchdog_seconds(self) -> float:
+        """Seconds without progress after which each rank says where it is stuck; 0 for never."""
+        return self.timeout / 2 if self.watchdog is None else self.watchdog
 
 
 def restarted() -> bool:

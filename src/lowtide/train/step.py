@@ -7,6 +7,13 @@ time. Data and learning rates are chosen outside. What belongs to the step alone
 (the objective's weights, the routers' counts) is set when it begins. What outlives it (the loss scale, the routers'
 biases) is worked out before the update and written after it, in place, when nothing is left that could fail. What a
 aborted attempt leaves in torch (gradients, the state of FSDP, DDP and the pipeline) is dropped when the next begins.
+
+[Note: a step is read when the next is issued]
+On a device, a step that was issued is far from done. Reading its loss at once would keep the device idle until the
+host has the next batch and the first kernels of its forward. So a step gives a function that waits for its numbers,
+which are copied to the host behind it, and the loop calls it when it has issued the next step: the host is at most one
+step ahead. A loss scale or a threshold on the norm still has the host wait in each step, since it decides about the
+update.
 """
 
 from __future__ import annotations
@@ -35,7 +42,8 @@ from lowtide.train.tied import TiedWeights
 
 __all__ = ["Outcome", "Step", "given_to_model"]
 
-Place = Callable[[str], None]
+Place = Callable[..., None]
+"""Takes the phase of the step and, where there are several, the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +75,7 @@ class Step:
         objective: Objective,
         experts: ExpertLoad,
         pipeline: Pipeline | None,
-        place: Place = lambda where: None,
+        place: Place = lambda where, micro=0: None,
         packing: Packing | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
         tied: TiedWeights | None = None,
@@ -84,15 +92,17 @@ class Step:
         self.under_way = False
         """Whether a step has begun and not ended."""
 
-    def __call__(self, batches: Sequence[Batch]) -> Outcome:
-        """Train on the micro-batches of one step; see [Note: a step that is retried]."""
+    def __call__(self, batches: Sequence[Batch]) -> Callable[[], Outcome]:
+        """Train on the micro-batches of one step; see [Note: a step that is retried].
+
+        What is returned waits for what it came to: see [Note: a step is read when the next is issued].
+        """
         if self.under_way:
             self._drop_attempt()
         self.under_way = True
         scale = self.scale.value
         self.objective.begin([batch.labels for batch in batches], scale)
         self.experts.begin(self.objective.weight)
-        self.place("pipeline" if self.pipeline else "forward and backward")
         losses = self._pipelined(batches) if self.pipeline else self._accumulated(batches)
         if self.tied is not None:
             self.place("tied weights")
@@ -116,18 +126,23 @@ class Step:
             bias.add_(change)
         self.scale = self.scale.after(overflow=overflow)
         self.under_way = False
-        main, reported, stop = self._reported(summed)
-        others = self.experts.losses(reported, self.run.micro_steps)
-        return Outcome(
-            loss=main + sum(others.values()),
-            losses={"lm": main, **others} if others else {},
-            drop_rates=self.experts.drop_rates(reported),
-            global_norm=float(norm) if norm is not None else None,
-            overflow=overflow,
-            skipped=skipped,
-            loss_scale=scale,
-            stop=stop,
-        )
+        on_host, norm_on_host = _on_its_way(summed), _on_its_way(norm) if norm is not None else None
+
+        def outcome() -> Outcome:
+            main, reported, stop = self._reported(on_host())
+            others = self.experts.losses(reported, self.run.micro_steps)
+            return Outcome(
+                loss=main + sum(others.values()),
+                losses={"lm": main, **others} if others else {},
+                drop_rates=self.experts.drop_rates(reported),
+                global_norm=float(norm_on_host()) if norm_on_host is not None else None,
+                overflow=overflow,
+                skipped=skipped,
+                loss_scale=scale,
+                stop=stop,
+            )
+
+        return outcome
 
     def _drop_attempt(self) -> None:
         """Drop what an aborted step has left behind."""
@@ -143,8 +158,9 @@ class Step:
 
     def _pipelined(self, batches: Sequence[Batch]) -> Tensor:
         assert self.pipeline is not None
-        tokens = torch.cat([batch.tokens for batch in batches]).to(self.meshes.device)
-        labels = torch.cat([batch.labels for batch in batches]).to(self.meshes.device)
+        self.place("pipeline")
+        tokens = _moved(torch.cat([batch.tokens for batch in batches]), self.meshes.device)
+        labels = _moved(torch.cat([batch.labels for batch in batches]), self.meshes.device)
         with self.autocast():
             own, more = given_to_model(self.objective, self.packing, tokens, labels)
             losses = self.pipeline.run(own, labels, more)
@@ -154,8 +170,8 @@ class Step:
         (part,) = self.parts
         losses = torch.zeros((), device=self.meshes.device)
         for number, batch in enumerate(batches):
-            tokens = batch.tokens.to(self.meshes.device, non_blocking=True)
-            labels = batch.labels.to(self.meshes.device, non_blocking=True)
+            self.place("forward and backward", number)  # a step of many micro-batches may be long
+            tokens, labels = (_moved(one, self.meshes.device) for one in (batch.tokens, batch.labels))
             own, more = given_to_model(self.objective, self.packing, tokens, labels)
             reduce = number == len(batches) - 1 or self.run.update.reduce_each
             with _reducing(part, reduce):
@@ -191,9 +207,28 @@ class Step:
         return value
 
     def _reported(self, summed: Tensor) -> tuple[float, Tensor, bool]:
-        """The same on the host, once the device has come so far."""
-        value = summed.cpu() / self.run.degrees.stage
+        """The loss, what routers report, and whether any rank was asked to stop."""
+        value = summed / self.run.degrees.stage
         return float(value[0]), value[1:-1], float(value[-1]) > 0
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for what the device has still to do."""
+    return value.to(device) if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
+
+
+def _on_its_way(value: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host; what is returned waits for it."""
+    if value.device.type == "cpu":
+        return lambda: value
+    copy = value.to("cpu", non_blocking=True)  # torch pins it, so that the copy overlaps with what comes next
+    end = torch.accelerator.current_stream().record_event()
+
+    def arrived() -> Tensor:
+        end.synchronize()
+        return copy
+
+    return arrived
 
 
 def given_to_model(

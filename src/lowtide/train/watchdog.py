@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["ENDED", "Place", "Watchdog", "summary_of"]
+__all__ = ["ENDED", "Place", "Watchdog", "reported_after", "summary_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,8 @@ class Watchdog:
         self._directory, self._rank, self._world_size = directory, rank, world_size
         self._timeout, self._end = timeout, end
         self._stream = stream if stream is not None else sys.__stderr__
-        # The thread looks this often, and waits this long for the other ranks to notice the hang as well.
-        self._interval = min(timeout / 8, 10.0)
-        self._place: tuple[str, int, int] | None = None
+        self._interval = _interval(timeout)
+        self._place: tuple[str, int, int, float] | None = None
         self._stopped = threading.Event()
         self._file = directory / f"rank_{rank:05d}.json"
         directory.mkdir(parents=True, exist_ok=True)
@@ -76,9 +75,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def at(self, phase: str, step: int, micro: int = 0) -> None:
-        """Note where this rank is. Costs one tuple: call it as often as there is something to report."""
-        self._place = (phase, step, micro)
+    def at(self, phase: str, step: int, micro: int = 0, patience: float = 0.0) -> None:
+        """Note where this rank is. Costs one tuple: call it as often as there is something to report.
+
+        ``patience`` is how long it may stay there, in seconds, where that is longer than the timeout.
+        """
+        self._place = (phase, step, micro, patience)
 
     def rest(self) -> None:
         """Nothing is expected to move until the next :meth:`at`: a load, a compilation, an evaluation."""
@@ -101,7 +103,7 @@ class Watchdog:
                     logger.warning("rank %d moves again after %.0f s", self._rank, time.monotonic() - since)
                     self._file.unlink(missing_ok=True)
                 seen, since, reported = now, time.monotonic(), False
-            elif now is not None and not reported and time.monotonic() - since >= self._timeout:
+            elif now is not None and not reported and time.monotonic() - since >= max(self._timeout, now[3]):
                 reported = True
                 self._report(now, time.monotonic() - since)
 
@@ -113,8 +115,8 @@ class Watchdog:
         if self._stream is not None:
             faulthandler.dump_traceback_later(self._timeout + 8 * self._interval, file=self._stream, exit=self._end)
 
-    def _report(self, noted: tuple[str, int, int], seconds: float) -> None:
-        place = Place(*noted)
+    def _report(self, noted: tuple[str, int, int, float], seconds: float) -> None:
+        place = Place(*noted[:3])
         try:
             self._say(f"rank {self._rank} has not moved for {seconds:.0f} s: {place}")
             if self._stream is not None:
@@ -142,6 +144,20 @@ class Watchdog:
     def _say(self, text: str) -> None:
         if self._stream is not None:
             print(f"watchdog: {text}", file=self._stream, flush=True)
+
+
+def reported_after(timeout: float) -> float:
+    """Seconds without progress after which every rank has reported, and has ended itself if asked.
+
+    >>> reported_after(800)
+    870.0
+    """
+    return timeout + 7 * _interval(timeout)  # one until the thread looks, two for the others' reports, four to the end
+
+
+def _interval(timeout: float) -> float:
+    """How often the thread looks, and waits for the other ranks to notice the hang as well."""
+    return min(timeout / 8, 10.0)
 
 
 def read_places(directory: Path) -> dict[int, Place]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch.profiler import profile
 
+from lowtide.train.logs import OF_EACH_RANK
 from lowtide.train.record import StepRecord
 
 __all__ = ["Profile"]
@@ -35,7 +36,7 @@ class Profile:
             self._profile.stop()
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(self._file))
-            logger.info("profile written to %s", self._file)
+            logger.info("profile written to %s", self._file, extra=OF_EACH_RANK)
             self._profile, self._running = None, False
 
     def _start(self, coming: int) -> None:
