@@ -25,7 +25,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": data(2, 2),
     "fsdp": {**data(2, 2), **SHARD},
     "tensor, sequence": {**data(1, 4), "parallel_config.model_parallel": 2, "parallel_config.use_seq_parallel": True},
+    "context": {**data(1, 4), "parallel_config.context_parallel": 2},
     "pipeline": pipeline(),
+    "pipeline, chunked loss": {**pipeline(), "model.model_config.head_loss": "chunked"},
     "interleaved": {**pipeline(), "model.model_config.pp_interleave_num": 2},
     "zero bubble V": {
         **pipeline(),
