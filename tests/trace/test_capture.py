@@ -22,7 +22,7 @@ from lowtide.operators.survey import survey
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Event, Part, Trace
 from lowtide.train.run import Degrees, Precision
-from lowtide.train.traced import TracedRank, trace_rank
+from lowtide.train.traced import TracedRank, mean_loss, trace_rank
 from support.stacks import Stack, gated
 
 SINGLE = Precision(parameters="float32", compute="float32")
@@ -35,14 +35,10 @@ def shape(layers: int = 3) -> DecoderShape:
     )  # fmt: skip
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-
-
 def model_and_run(layers: int = 3) -> tuple[Decoder, Callable[[], Tensor]]:
     model = build_model(shape(layers))
     tokens = torch.arange(32).reshape(2, 16)
-    return model, lambda: loss_of(model(tokens), tokens)
+    return model, lambda: mean_loss(model(tokens), tokens)
 
 
 def live_model() -> tuple[Decoder, Callable[[], Tensor]]:
@@ -64,9 +60,7 @@ def fake_trace(layers: int = 3) -> Trace:
 
 @cache
 def traced(layers: int = 3, **degrees: int) -> Trace:
-    rank = TracedRank(
-        shape=shape(layers), degrees=Degrees(**degrees), precision=SINGLE, samples=2, sequence=16, loss=loss_of
-    )
+    rank = TracedRank(shape=shape(layers), degrees=Degrees(**degrees), precision=SINGLE, samples=2, sequence=16)
     return trace_rank(rank)
 
 

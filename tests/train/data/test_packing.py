@@ -74,13 +74,20 @@ def test_sharded_ranks_train_the_same(files: str, one: Ranks, ranks: Ranks) -> N
         "recompute_config.select_recompute": {"attention\\.flash_attention": True},
     }
     tensor = {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}
-    context = {**data(1, 4), "parallel_config.context_parallel": 2}
-    layouts = (("one", one, data(1, 4)), ("tensor", ranks, tensor), ("data", ranks, data(2, 2)))
+    chunked = {**tensor, "model.model_config.head_loss": "chunked"}
+    layouts = (
+        ("one", one, data(1, 4)),
+        ("tensor", ranks, tensor),
+        ("chunked", ranks, chunked),
+        ("data", ranks, data(2, 2)),
+        ("context", ranks, {**data(1, 4), "parallel_config.context_parallel": 2}),
+    )
     losses = {
         name: [record.loss for record in where.run(runs.records_of, MODELS["llama"], {**layout, **settings}, 2)[0]]
-        for name, where, layout in (*layouts, ("context", ranks, context))
+        for name, where, layout in layouts
     }
     assert losses["tensor"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["chunked"] == pytest.approx(losses["one"], rel=1e-5)
     assert losses["data"] == pytest.approx(losses["one"], rel=1e-5)
     assert losses["context"] == pytest.approx(losses["one"], rel=1e-5)
     whole = {"train_dataset": packed(files)["train_dataset"]}
