@@ -1,34 +1,26 @@
 """What building and loading a model of transformers needs at its peak, against the shard that a rank keeps of it.
 
-    python benchmarks/load_memory.py --json
-
-A Llama of transformers with safetensors is built by the runner under FSDP2 on two ranks on tide, the virtual
-accelerator, and its weights are loaded (``load_checkpoint``). ``load_peak_over_shard`` is the peak of the device's
-allocator from the first tensor to the last weight, over the bytes of one rank's parameters and buffers.
-``weights_equal`` says whether all ranks together then hold what the files do.
+A part of ``benchmarks/runner_memory.py``. A Llama of transformers with safetensors is built by the runner under FSDP2
+on two ranks on tide, the virtual accelerator, and its weights are loaded (``load_checkpoint``).
+``load_peak_over_shard`` is the peak of the device's allocator from the first tensor to the last weight, over the bytes
+of one rank's parameters and buffers. ``weights_equal`` says whether all ranks together then hold what the files do.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 import tide  # noqa: F401  # torch's device of that name
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from stamp import stamped
-from support.ranks import Ranks
+__all__ = ["RANKS", "load_peaks"]
 
-LIMIT = 1.3
 RANKS = 2
 LAYERS, WIDTH, VOCABULARY = 8, 512, 8000
 FILE = """
@@ -45,37 +37,20 @@ train_dataset: {{data_loader: {{type: SyntheticDataLoader, sizes: [64, 0, 0]}}}}
 """
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
-    figures = load_peaks()
-    console = Console(stderr=True, highlight=False)
-    for name, value in figures.items():
-        console.print(f"{name.replace('_', ' ')}: {value}")
-    if arguments.json:
-        print(json.dumps(stamped(figures)))
-    return 0 if figures["load_peak_over_shard"] <= LIMIT else 1
-
-
-def load_peaks() -> dict[str, Any]:
-    """The figures of the rank that needs most."""
+def load_peaks(run: Callable[..., list[Any]]) -> dict[str, Any]:
+    """The figures of the rank that needs most; ``run`` runs a program with its arguments on two processes."""
     import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
-    ranks = Ranks(RANKS)
     with tempfile.TemporaryDirectory(prefix="lowtide-load-") as scratch:
         directory = Path(scratch) / "model"
         torch.manual_seed(3)
         transformers.LlamaForCausalLM(config).save_pretrained(directory)
         (Path(scratch) / "run.yaml").write_text(FILE.format(directory=directory, ranks=RANKS))
-        try:
-            found = ranks.run(_loaded, Path(scratch))
-        finally:
-            ranks.stop()
+        found = run(_loaded, Path(scratch))
     worst = max(found, key=lambda one: float(one["load_peak_over_shard"]))
     return {
         "load_peak_over_shard": round(worst["load_peak_over_shard"], 3),
@@ -120,7 +95,3 @@ def _loaded(scratch: Path) -> dict[str, Any]:
         "shard_bytes": shard,
         "weights_equal": equal,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

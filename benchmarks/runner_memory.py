@@ -1,11 +1,12 @@
-"""The memory and the work of a rank of ``lowtide train`` under tensor parallel: the head's logits, and routed experts.
+"""The memory and the work of a rank of ``lowtide train``: the head's logits, routed experts, and loading a model.
 
     python benchmarks/runner_memory.py --json
 
 Each run is the runner's own, on two or four processes with the virtual accelerator. A step's peak is that of the
 device's allocator, with the logits of the whole vocabulary on each rank, of a rank's share of it, and in chunks of
 tokens (``head_loss``). The work of experts is counted product by product, forward and backward, on all ranks, against
-that of one process that trains the same samples: 1 if no rank repeats the work of another.
+that of one process that trains the same samples: 1 if no rank repeats the work of another. ``load_peak_over_shard`` is
+what building and loading a model of transformers under FSDP2 needs at its peak, over the shard that a rank keeps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tide
+from load_memory import RANKS, load_peaks
 from lowtide.units import format_bytes
 from stamp import stamped
 from support.expert_work import GroupedWork
@@ -34,6 +37,8 @@ SAMPLES, QUICK_SAMPLES = 12, 4
 """Of a step: the first makes more logits than a chunk has, the second few enough to be quick."""
 BOUND = 1.05
 """What the experts of all ranks may compute, against one process."""
+LOADING = 1.3
+"""What loading may need at its peak, against the shard."""
 
 
 class Measured(NamedTuple):
@@ -130,7 +135,15 @@ def expert_work(machine: Machine, *, quick: bool) -> Measured:
     return Measured(rows, figures, 0 < worst <= BOUND)
 
 
-MEASUREMENTS = (head_peaks, expert_work)
+def loading(machine: Machine, *, quick: bool) -> Measured:
+    """The peak while a model of transformers is built and loaded; it is as quick as it can be."""
+    found = load_peaks(partial(machine.run, RANKS))
+    ratio = found["load_peak_over_shard"]
+    rows = [("transformers model, fsdp2", f"{ratio:.3f} of the shard at the peak of loading", f"at most {LOADING}")]
+    return Measured(rows, found, found["weights_equal"] and ratio <= LOADING)
+
+
+MEASUREMENTS = (head_peaks, expert_work, loading)
 """What is measured, one after the other; each adds its lines and figures."""
 
 
