@@ -115,6 +115,7 @@ def pipeline(ranks: int = 1) -> dict[str, Any]:
 
 SHARD = {"parallel.enable_parallel_optimizer": True}
 TENSOR = {"parallel_config.model_parallel": 2}
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 ONE = Layout("one process", 1, data(1, 4))
 LAYOUTS = (
     Layout("dp2", 2, data(2, 2)),
@@ -126,5 +127,6 @@ LAYOUTS = (
     Layout("tp2 x fsdp2", 4, {**data(2, 2), **SHARD, **TENSOR}),
     Layout("pp2 x fsdp2", 4, {**pipeline(2), **SHARD}),
     Layout("ep2", 2, {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
+    Layout("fsdp2, compiled layers", 2, {**data(2, 2), **SHARD, **COMPILED}, only="llama"),
 )
 WHOLE = Layout("batch 8", 1, data(1, 1))
