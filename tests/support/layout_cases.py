@@ -10,6 +10,7 @@ import numpy as np
 from lowtide.train.data.megatron import write
 
 __all__ = [
+    "CONTEXT",
     "LAYOUTS",
     "MODELS",
     "ONE",
@@ -133,6 +134,8 @@ def pipeline(ranks: int = 1) -> dict[str, Any]:
 
 SHARD = {"parallel.enable_parallel_optimizer": True}
 TENSOR = {"parallel_config.model_parallel": 2}
+CONTEXT = {"parallel_config.context_parallel": 2}
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 ONE = Layout("one process", 1, data(1, 4))
 LAYOUTS = (
     Layout("dp2", 2, data(2, 2)),
@@ -145,6 +148,9 @@ LAYOUTS = (
     Layout("pp2 x fsdp2", 4, {**pipeline(2), **SHARD}),
     Layout("ep2", 2, {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
     Layout("ep2 x tp2", 4, {**data(2, 2), **SHARD, **TENSOR, "parallel_config.expert_parallel": 2}, only="deepseek"),
+    Layout("cp2", 2, {**data(1, 4), **CONTEXT}, only="llama"),
+    Layout("cp2 x fsdp2", 4, {**data(2, 2), **SHARD, **CONTEXT}, only="llama"),
+    Layout("fsdp2, compiled layers", 2, {**data(2, 2), **SHARD, **COMPILED}, only="llama"),
 )
 WHOLE = Layout("batch 8", 1, data(1, 1))
 

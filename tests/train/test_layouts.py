@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from support.layout_cases import LAYOUTS, MODELS, SHARD, Layout, data, pipeline
+from support.layout_cases import CONTEXT, LAYOUTS, MODELS, SHARD, Layout, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
 OPTIMIZER = "parallel.parallel_optimizer_config"
-CONTEXT = "parallel_config.context_parallel"
 MORE = (
     Layout("gpipe", 2, {**pipeline(), "parallel.pipeline_config.pipeline_scheduler": "gpipe"}),
     Layout("per token", 2, {**data(2, 2), **SHARD, "runner_wrapper.calculate_per_token_loss": True}),
@@ -31,14 +30,12 @@ MORE = (
         },
     ),
     Layout("ep2 x fsdp2", 4, {**data(4, 1), **SHARD, "parallel_config.expert_parallel": 2}, only="deepseek"),
-    Layout("cp2", 2, {**data(1, 4), CONTEXT: 2}, only="llama"),
     Layout(
-        "cp2, per token", 2, {**data(1, 4), CONTEXT: 2, "runner_wrapper.calculate_per_token_loss": True}, only="llama"
+        "cp2, per token", 2, {**data(1, 4), **CONTEXT, "runner_wrapper.calculate_per_token_loss": True}, only="llama"
     ),
-    Layout("cp2, recomputed", 2, {**data(1, 4), CONTEXT: 2, "recompute_config.recompute": True}, only="llama"),
-    Layout("cp2, swapped", 2, {**data(1, 4), CONTEXT: 2, "swap_config.swap": True}, only="llama"),
-    Layout("cp2 x fsdp2", 4, {**data(2, 2), **SHARD, CONTEXT: 2}, only="llama"),
-    Layout("cp2 x pp2", 4, {**pipeline(), CONTEXT: 2}, only="llama"),
+    Layout("cp2, recomputed", 2, {**data(1, 4), **CONTEXT, "recompute_config.recompute": True}, only="llama"),
+    Layout("cp2, swapped", 2, {**data(1, 4), **CONTEXT, "swap_config.swap": True}, only="llama"),
+    Layout("cp2 x pp2", 4, {**pipeline(), **CONTEXT}, only="llama"),
     Layout("everything recomputed", 2, {**data(2, 2), **SHARD, "recompute_config.recompute": True}),
     Layout("attention swapped", 2, {**pipeline(), "swap_config.swap": True}),
 )
@@ -100,7 +97,7 @@ def test_norms_of_queries_and_keys_are_right_under_tensor_parallel(one: Ranks, r
 def test_context_parallel_goes_with_tensor_parallel(one: Ranks, four_ranks: Ranks) -> None:
     heads = {**data(1, 4), "model.model_config.num_key_value_heads": 4}
     (expected,) = one.run(runs.train, "llama", heads)
-    both = {**heads, CONTEXT: 2, "parallel_config.model_parallel": 2}
+    both = {**heads, **CONTEXT, "parallel_config.model_parallel": 2}
     for sequence in (False, True):
         for found in four_ranks.run(runs.train, "llama", {**both, "parallel_config.use_seq_parallel": sequence}):
             close(found, expected)
@@ -109,5 +106,5 @@ def test_context_parallel_goes_with_tensor_parallel(one: Ranks, four_ranks: Rank
 def test_latent_attention_and_experts_go_with_context_parallel(one: Ranks, ranks: Ranks) -> None:
     plain = {**data(1, 4), "model.model_config.moe_aux_loss_coeff": 0.0}
     (expected,) = one.run(runs.train, "deepseek", plain)
-    for found in ranks.run(runs.train, "deepseek", {**plain, CONTEXT: 2}):
+    for found in ranks.run(runs.train, "deepseek", {**plain, **CONTEXT}):
         close(found, expected)

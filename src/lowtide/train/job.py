@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -86,6 +86,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
         apply_tensor_parallel(model, run, meshes)
         apply_context_parallel(model, run.sequence, meshes)
         apply_expert_parallel(model, meshes)
+        _compile(model.all_layers, settings)
         if policy is not None and stage.layers:
             mine = replace(policy, layers=tuple(policy.layers[layer] for layer in stage.layers))
             handles.append((stage, apply(model, mine, layers="layers", limits=limits, allow_unmatched=stage.total > 1)))
@@ -184,6 +185,7 @@ def _build_hugging_face(
         model = model.to(meshes.device)
     layers = find_layers(model)
     (stage,) = stages_of(run.placement, 0)
+    _compile(layers.modules, settings)
     handles = [(stage, apply(model, policy, layers=layers.path, limits=limits))] if policy is not None else []
     apply_fsdp(model, layers.modules, run, meshes)
     if deferred is not None:
@@ -199,6 +201,13 @@ def _build_hugging_face(
         names=lambda: [name for name, _ in model.named_parameters()],
         rename=lambda name: name.removeprefix("model."),
     )
+
+
+def _compile(layers: Iterable[nn.Module], settings: Settings) -> None:
+    """Compile each layer, if the file asks for it: before a Policy is applied, so that it can swap; before FSDP."""
+    if settings.top_level.compile:
+        for layer in layers:
+            layer.compile(backend=settings.top_level.compile_backend)
 
 
 def _names(shape: DecoderShape) -> tuple[str, ...]:

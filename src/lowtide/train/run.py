@@ -142,8 +142,26 @@ def read_run(check: Check, world: int | None = None, device_memory: int | None =
     refuse_contradictions(settings)
     refuse_ignored(settings)
     run = (_read_2026 if settings.layout == "2026" else _read_graph)(settings, form.placement, world)
+    _refuse_compiled(settings, run.degrees)
     adapt, warnings = _adapt(settings, device_memory)
     return replace(run, adapt=adapt, warnings=tuple(f"adapt: {one}" for one in warnings))
+
+
+def _refuse_compiled(settings: Settings, degrees: Degrees) -> None:
+    """ConfigError where compiled layers do not work, or were not proved exact."""
+    if not settings.top_level.compile:
+        return
+    unproved = "compiled layers were not compared there with eager ones"
+    for degree, name, reason in (
+        (degrees.tensor, "tensor-parallel ranks", "the backward of such compiled layers fails in torch 2.13"),
+        (degrees.context, "context-parallel ranks", unproved),
+        (degrees.pipeline, "pipeline stages", unproved),
+        (degrees.expert, "expert-parallel ranks", unproved),
+    ):
+        if degree > 1:
+            raise ConfigError(
+                f"compile is true, with {degree} {name}: {reason}; write compile: false, or use data parallel and FSDP"
+            )
 
 
 def _adapt(settings: Settings, device_memory: int | None) -> ReadSettings:

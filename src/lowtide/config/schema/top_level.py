@@ -91,6 +91,10 @@ class TopLevel(Section):
     """How much the reference profiles; default: unset."""
     monitor_config: Annotated[Free, NoEffect("norms are logged with the loss")] | None = None
     """What the reference's state monitor logs; default: unset."""
+    compile: bool = False
+    """Whether each layer is compiled by `torch.compile`; for data parallel and FSDP only; default false."""
+    compile_backend: str = "inductor"
+    """The backend of `torch.compile`: inductor, aot_eager or another that torch knows; default inductor."""
     do_eval: bool = False
     """Whether the loss over `eval_dataset` is computed while training; default false."""
     eval_step_interval: int = -1

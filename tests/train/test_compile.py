@@ -1,0 +1,50 @@
+"""Compiled layers train what eager ones train, and decisions change nothing in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import TINY, log, merged, receipts, train
+from support.layout_cases import COMPILED, SHARD, data
+from support.ranks import Ranks
+from train import runs
+
+DECISIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute_config.select_recompute": {r"feed_forward\.mul": True}},
+    "swapped": {"swap_config.swap": True},
+}
+
+
+@pytest.mark.xdist_group("layouts")
+def test_compiled_layers_under_fsdp_train_what_eager_ones_train(ranks: Ranks) -> None:
+    layout = {**data(2, 2), **SHARD}
+    eager = ranks.run(runs.train, "llama", layout)
+    plain = ranks.run(runs.train, "llama", {**layout, **COMPILED})
+    for found, expected in zip(plain[0], eager[0], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    for name, decisions in DECISIONS.items():
+        assert ranks.run(runs.train, "llama", {**layout, **COMPILED, **decisions}) == plain, name
+
+
+def test_the_command_compiles_and_the_receipt_has_the_graphs(tmp_path: Path) -> None:
+    decided = {"recompute_config": {"select_recompute": {r"feed_forward\.mul": True}}}
+    run = train(tmp_path, merged(TINY, COMPILED, decided), "--nproc", "2")
+    assert run.returncode == 0, run.stderr
+    assert "error" not in log(tmp_path)
+    assert any("compiled" in str(one) or "graph" in str(one) for one in receipts(tmp_path)), receipts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"pipeline_stage": 2, "micro_batch_num": 2}, "with 2 pipeline stages"),
+        ({"model_parallel": 2}, "with 2 tensor-parallel ranks"),
+    ],
+)
+def test_layouts_that_were_not_proved_are_refused(tmp_path: Path, layout: dict[str, int], words: str) -> None:
+    run = train(tmp_path, merged(TINY, COMPILED, {"parallel_config": layout}), "--nproc", "2")
+    assert run.returncode == 1
+    assert f"compile is true, {words}" in run.stderr
