@@ -67,6 +67,24 @@ def test_every_layout_has_all_devices_and_all_samples() -> None:
     assert any(one.degrees.replicate == 2 for one in found)
 
 
+def test_long_samples_are_split_over_ranks_too() -> None:
+    shape = replace(SHAPE, max_position_embeddings=32768)
+    found = list(candidates(shape, 8, 8, 32768, 8))
+    assert {one.degrees.context for one in found} == {1, 2, 4}
+    assert all(one.degrees.world == 8 for one in found)
+    assert all(one.degrees.data * one.samples * one.micro_batches == 8 for one in found)
+    split = Candidate(degrees=Degrees(context=2, shard=2), samples=1, micro_batches=4)
+    asked = replace(ASKED, budget=8 << 30)
+    plan = evaluate(asked, split).outcome
+    assert isinstance(plan, Plan)
+    assert least_time(split, size_of(SHAPE), SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
+    assert least_memory(split, size_of(SHAPE)) <= plan.simulation.reserved
+    assert str(split) == "cp 2, fsdp 2, 4 x 1"
+    assert "--context-parallel-size 2" in megatron(split, plan.policy, 8, 512, 4).flags
+    assert "--parallelism.context_parallel_degree=2" in torchtitan(split, plan.policy, 8, 512).flags
+    assert "  context_parallel: 2\n" in run_yaml(split, 512)
+
+
 def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take() -> None:
     size = size_of(SHAPE)
     roomy = replace(ASKED, budget=8 << 30)

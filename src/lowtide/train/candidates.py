@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import peak_rate
@@ -26,6 +27,8 @@ __all__ = ["Candidate", "Size", "candidates", "least_memory", "least_time"]
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)
+LEAST_PART = 8192
+"""Samples are split over ranks (context parallel) only into parts of at least this many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +58,7 @@ class Candidate:
             f"tp {degrees.tensor}" if degrees.tensor > 1 else "",
             f"pp {degrees.pipeline}" if degrees.pipeline > 1 else "",
             f"vpp {self.chunks}" if self.chunks > 1 else "",
+            f"cp {degrees.context}" if degrees.context > 1 else "",
             f"ep {degrees.expert}" if degrees.expert > 1 else "",
             sharded if degrees.data > 1 else "",
             f"{self.micro_batches} x {self.samples}",
@@ -80,10 +84,13 @@ def candidates(
     shape: DecoderShape, devices: int, global_batch: int, sequence: int, devices_per_node: int
 ) -> Iterator[Candidate]:
     """Every layout of ``devices`` for steps of ``global_batch`` samples that the runner has."""
-    for tensor in _powers(min(devices, devices_per_node)):
-        for stages in _divisors(devices // tensor):
-            data = devices // tensor // stages
-            if stages > shape.num_layers or global_batch % data or devices % tensor:
+    contexts = [one for one in _powers(devices) if one == 1 or sequence // one >= LEAST_PART]
+    for tensor, context in product(_powers(min(devices, devices_per_node)), contexts):
+        if devices % (tensor * context):
+            continue
+        for stages in _divisors(devices // tensor // context):
+            data = devices // tensor // context // stages
+            if stages > shape.num_layers or global_batch % data:
                 continue
             for expert in _powers(data) if shape.experts is not None else (1,):
                 for replicate in _copies(data, tensor, expert, stages, devices_per_node):
@@ -92,6 +99,7 @@ def candidates(
                         shard=data // replicate,
                         pipeline=stages,
                         tensor=tensor,
+                        context=context,
                         expert=expert,
                         sequence_parallel=tensor > 1,
                     )
@@ -126,7 +134,8 @@ def least_time(
 ) -> float:
     """No Policy in this layout has a faster step. See [Note: what a layout takes at least]."""
     degrees, stages = candidate.degrees, candidate.degrees.pipeline
-    shares, tokens, rate = device.efficiency, candidate.samples * sequence, peak_rate(device, dtype)
+    shares, rate = device.efficiency, peak_rate(device, dtype)
+    tokens = candidate.samples * sequence / degrees.context
     products = max((share for name, share in shares.items() if name in ("matmul", *MATMUL)), default=1.0)
     attention = max((share for name, share in shares.items() if name in ("attention", *ATTENTION)), default=1.0)
     columns = shape.num_attention_heads * shape.head_dim * shape.num_layers
@@ -144,8 +153,8 @@ def least_memory(candidate: Candidate, size: Size) -> int:
     matrices = degrees.pipeline * degrees.tensor
     dense, experts = size.layers / matrices, size.experts / matrices / degrees.expert
     around = size.around / degrees.tensor / (2 if degrees.pipeline > 1 else 1)
-    static = 16 * ((dense + around) / degrees.shard + experts / (degrees.shard // degrees.expert))
-    whole = (2 + 4) * (dense + experts + around) if degrees.pipeline > 1 and degrees.shard > 1 else 0
+    static = 16 * ((dense + around) / degrees.sharded + experts / (degrees.sharded // degrees.expert))
+    whole = (2 + 4) * (dense + experts + around) if degrees.pipeline > 1 and degrees.sharded > 1 else 0
     return round(static + whole)
 
 

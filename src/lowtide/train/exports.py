@@ -34,6 +34,8 @@ def torchtitan(candidate: Candidate, policy: Policy, global_batch: int, sequence
         f"--training.seq_len={sequence}",
         f"--activation_checkpoint.mode={mode}",
     ]
+    if degrees.context > 1:
+        flags.append(f"--parallelism.context_parallel_degree={degrees.context}")
     if degrees.pipeline > 1:
         flags += [
             f"--parallelism.pipeline_parallel_schedule={schedule}",
@@ -55,13 +57,15 @@ def megatron(candidate: Candidate, policy: Policy, global_batch: int, sequence: 
         f"--seq-length {sequence}",
         "--bf16",
     ]
+    if degrees.context > 1:
+        flags += [f"--context-parallel-size {degrees.context}", "--cp-comm-type a2a"]
     if degrees.sequence_parallel:
         flags.append("--sequence-parallel")
     if candidate.chunks > 1:
         flags.append(f"--num-layers-per-virtual-pipeline-stage {layers // degrees.pipeline // candidate.chunks}")
-    if degrees.shard > 1 and degrees.pipeline == 1:
+    if degrees.sharded > 1 and degrees.pipeline == 1:
         flags.append("--use-torch-fsdp2")
-    elif degrees.shard > 1:
+    elif degrees.sharded > 1:
         flags.append("--use-distributed-optimizer")
         missing = (*missing, "parameters and gradients sharded together with pipeline stages (FSDP): only states are")
     if mode == "full":
@@ -76,6 +80,7 @@ def run_yaml(candidate: Candidate, sequence: int) -> str:
         "parallel_config:",
         f"  data_parallel: {degrees.data}",
         f"  model_parallel: {degrees.tensor}",
+        *([f"  context_parallel: {degrees.context}"] if degrees.context > 1 else []),
         f"  pipeline_stage: {degrees.pipeline}",
         f"  expert_parallel: {degrees.expert}",
         f"  use_seq_parallel: {str(degrees.sequence_parallel).lower()}",
