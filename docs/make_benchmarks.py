@@ -42,6 +42,7 @@ GROUPS = {
         "runtime",
         "plan_quality",
         "plan_scale",
+        "protocol_scale",
         "real_budgets",
         "predict",
         "predict_ranks",

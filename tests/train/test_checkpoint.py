@@ -12,9 +12,12 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import lowtide.errors
-from lowtide.train import commit, generators
+from lowtide.train import checkpoint, commit, generators
 from lowtide.train.checkpoint import Checkpoints
 from lowtide.train.commit import checkpoints_in, written
 from lowtide.train.state import TrainState
@@ -74,6 +77,17 @@ def test_what_a_rank_writes_is_hashed_as_it_is_written_and_not_read_back(
     assert commit.damage_of(path, marker, [0], checksums=True) is None
     flip(path / "__0_0.distcp")
     assert "its checksum is another" in str(commit.damage_of(path, marker, [0], checksums=True))
+
+
+def test_what_all_ranks_are_sent_after_a_save_does_not_list_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Metadata] = []
+    monkeypatch.setattr(checkpoint, "save", lambda *given, **named: sent.append(save(*given, **named)))
+    state = saved(tmp_path, [1])
+    ((path, _),) = checkpoints_in(tmp_path)
+    assert [len(one.state_dict_metadata) for one in sent] == [0]
+    assert len(FileSystemReader(path).read_metadata().state_dict_metadata) == len(state.tensors())
 
 
 def test_all_generators_come_back(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ class Checkpoints:
         return False
 
     def _read(self, state: TrainState, path: Path) -> None:
-        reader = FileSystemReader(path)
+        reader = _Reader(path)
         problem: CheckpointError | None = None
         wanted: dict[str, Any] = {}
         stored: dict[str, Stored] = {}
@@ -299,6 +299,17 @@ class Checkpoints:
         return sorted(path for path in self.directory.iterdir() if is_checkpoint_name(path.name))
 
 
+class _Reader(FileSystemReader):
+    """Reads the metadata once: they have an entry for each shard of each rank, and torch would read them again."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
 class _HashedFiles(FileSystem):
     """Files whose checksums are known when they are written."""
 
@@ -343,6 +354,9 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         write_marker(self.directory, self.step, self.world_size)
+        # torch sends this to every rank when it is written. It has an entry for each shard of each rank, and no rank
+        # reads it: they read the file, if they load.
+        metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
 
 
 def stored_in(metadata: Metadata) -> dict[str, Stored]:

@@ -69,6 +69,9 @@ def rank_seed(run: Run, meshes: Meshes) -> int:
 def process_group(patience: timedelta) -> Iterator[torch.device]:
     """This rank's device, in a process group of all ranks; one process alone is a group too."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # gloo connects each rank to each other when a group is made: thousands of sockets a rank, in each group. So it
+    # connects the ranks that talk to each other, when they first do.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo"
     if accelerator is None:
         device = torch.device("cpu")
