@@ -21,7 +21,7 @@ import torch._dynamo  # torch imports it at the first save, which takes seconds:
 from torch.distributed.tensor import DTensor
 
 from lowtide.train.commit import checkpoints_in
-from lowtide.train.loop import Loop
+from lowtide.train.loop import Issued, Loop
 from lowtide.train.main import train
 from lowtide.train.options import TrainOptions
 from lowtide.train.record import StepRecord
@@ -105,9 +105,11 @@ class Watched:
         self.resumed: int | None = None
         self.samples: list[int] = []
         self.under_way: list[int] = []
-        self.one, self.for_step, self.save = loop.one, loop.data.for_step, loop.checkpoints.save
+        self.issue, self.finish = loop.issue, loop.finish
+        self.for_step, self.save = loop.data.for_step, loop.checkpoints.save
         watched: Any = loop
-        watched.one, watched.data.for_step, watched.checkpoints.save = self._one, self._for_step, self._save
+        watched.issue, watched.finish = self._issue, self._finish
+        watched.data.for_step, watched.checkpoints.save = self._for_step, self._save
 
     def done(self, stopped_after: int | None) -> None:
         """The run is finished, or stopped after a step because it was asked to."""
@@ -117,13 +119,17 @@ class Watched:
         else:
             self.say(committed=stopped_after, stopped=True)
 
-    def _one(self, step: int) -> StepRecord:
+    def _issue(self, step: int) -> Issued:
         self._say_resumed(step - 1)
         if self.loop.checkpoints.poll() and self.under_way:
             self.say(committed=self.under_way.pop())
-        record = self.one(step)
+        return self.issue(step)
+
+    def _finish(self, issued: Issued) -> StepRecord:
+        """On the CPU a step is finished before the next is issued."""
+        record = self.finish(issued)
         if self.digests:  # after each step: a run that is asked to stop saves any of them
-            self.say(state=step, digest=digest_of(self.loop.state))
+            self.say(state=record.step, digest=digest_of(self.loop.state))
         values = {"loss": record.loss, "global_norm": record.global_norm, "learning_rate": record.learning_rate}
         exact = {name: value.hex() for name, value in values.items() if value is not None}
         self.say(step=record.step, samples=record.samples, sample_ids=self.samples, **exact)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from lowtide.adaptive.session import Adaptive
 
-__all__ = ["Loop"]
+__all__ = ["Issued", "Loop"]
 
 logger = logging.getLogger(__name__)
 
