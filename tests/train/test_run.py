@@ -76,6 +76,9 @@ def test_context_parallel_is_among_the_degrees() -> None:
     assert (run.degrees.context, run.degrees.data, run.degrees.world) == (2, 2, 4)
     newer = run_of(NEWER, 4, parallelism__context_parallel=2)
     assert (newer.degrees.context, newer.degrees.data, newer.samples_per_step) == (2, 2, 4)
+    assert any("exchanges heads for tokens" in note for note in run.notes)
+    asked = run_of(NEWER, 4, parallelism__context_parallel=2, parallelism__context_parallel_method="ring")
+    assert any("context_parallel_method ring" in note for note in asked.notes)
     with pytest.raises(ConfigError, match="not spread over ranks that share samples"):
         run_of(
             GRAPH,

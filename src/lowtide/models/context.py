@@ -2,11 +2,12 @@
 
 Ranks exchange heads for tokens before attention and tokens for heads after it (all-to-all, as DeepSpeed Ulysses has
 it). So any attention kernel and any mask serves, every rank has the same work, and each head is computed as on one
-rank. Torch's own context parallel replaces kernels of CUDA devices only.
+rank. Torch's own context parallel replaces attention kernels that a CPU does not have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ class ToHeads(nn.Module):
         self.group = group
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = (_ToHeads.apply(one, self.group) for one in (queries, keys, values))
+        queries, keys, values = (
+            _Exchanged.apply(one, self.group, _to_heads, _to_tokens) for one in (queries, keys, values)
+        )
         return queries, keys, values
 
 
@@ -38,30 +41,24 @@ class ToTokens(nn.Module):
         self.group = group
 
     def forward(self, mixed: Tensor) -> Tensor:
-        returned: Tensor = _ToTokens.apply(mixed.unsqueeze(-2), self.group)
+        returned: Tensor = _Exchanged.apply(mixed.unsqueeze(-2), self.group, _to_tokens, _to_heads)
         return returned.flatten(-2)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _to_heads(given, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(gradients[0], ctx.group), None
+Exchange = Callable[[Tensor, Any], Tensor]
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _to_tokens(given, group)
+class _Exchanged(torch.autograd.Function):
+    """One exchange in forward, the other, which undoes it, in backward."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(gradients[0], ctx.group), None
+    def forward(ctx: Any, given: Tensor, group: Any, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(given, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.group), None, None, None
 
 
 def _to_heads(given: Tensor, group: Any) -> Tensor:

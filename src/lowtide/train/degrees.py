@@ -8,15 +8,13 @@ from lowtide.errors import PlanError
 from lowtide.models.shape import DecoderShape
 from lowtide.train.run import Degrees
 
-__all__ = ["check_degrees"]
+__all__ = ["check_degrees", "heads_to_spread"]
 
 
 def check_degrees(model: str, shape: DecoderShape, degrees: Degrees, sequence: int) -> None:
     """PlanError, in the words of the command's options, if the model's heads, experts or tokens do not divide."""
     tensor, expert, data, context = degrees.tensor, degrees.expert, degrees.data, degrees.context
-    heads = shape.num_attention_heads
-    if shape.latent is None:
-        heads = gcd(heads, shape.num_key_value_heads)
+    heads = heads_to_spread(shape)
     if heads % tensor:
         groups = "" if shape.latent is not None else f" and {shape.num_key_value_heads} key-value heads"
         raise PlanError(
@@ -56,6 +54,12 @@ def check_degrees(model: str, shape: DecoderShape, degrees: Degrees, sequence: i
             f"--ep {expert}: {model} has {shape.experts.count} experts a layer, which cannot be spread evenly; possible"
             f" are {_divisors(gcd(data, shape.experts.count))}"
         )
+
+
+def heads_to_spread(shape: DecoderShape) -> int:
+    """What divides both the heads of queries and those of keys: ranks get equal numbers of both."""
+    heads = shape.num_attention_heads
+    return heads if shape.latent is not None else gcd(heads, shape.num_key_value_heads)
 
 
 def _divisors(number: int) -> str:

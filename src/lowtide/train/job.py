@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from lowtide.operators.layers import find_layers
 from lowtide.policy import Policy
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
+from lowtide.train.degrees import heads_to_spread
 from lowtide.train.mesh import Meshes
 from lowtide.train.parallel import (
     apply_context_parallel,
@@ -144,9 +144,7 @@ def refuse_context(shape: DecoderShape, run: Run) -> None:
     if degrees.context == 1:
         return
     asked = f"context_parallel is {degrees.context}"
-    heads = shape.num_attention_heads
-    if shape.latent is None:
-        heads = gcd(heads, shape.num_key_value_heads)
+    heads = heads_to_spread(shape)
     if heads % (degrees.tensor * degrees.context):
         raise ConfigError(
             f"{asked}: its ranks get some of the heads each in attention, and {heads} heads of queries and keys cannot"
@@ -237,7 +235,7 @@ def stage_shapes(
     # torch sends a gradient back for what is said to need one
     hidden = torch.empty(run.batch_size, length, shape.hidden_size, dtype=stream, device="meta", requires_grad=True)
     tokens = torch.empty(run.batch_size, own, dtype=torch.int64, device="meta")
-    scores = torch.empty(run.batch_size, run.sequence, vocabulary, dtype=logits, device="meta", requires_grad=True)
+    scores = torch.empty(run.batch_size, own, vocabulary, dtype=logits, device="meta", requires_grad=True)
     if shape.head_loss == "chunked":
         scores = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
     return (tokens if stage.first else hidden), (scores if stage.last else hidden)

@@ -99,7 +99,8 @@ class Loop:
         self.options = options
         self.directory, self.checkpoints, self.save_every = directory, checkpoints, save_every
         self.receipts: list[Receipt] = []
-        source = source_of(settings, seq_length=run.sequence, vocab_size=job.vocabulary, cache=directory.path / "cache")
+        cache = directory.path / "cache"
+        source = source_of(settings, seq_length=run.sequence, vocab_size=job.vocabulary, cache=cache)
         self.data = batches_of(
             settings,
             source,
@@ -150,7 +151,6 @@ class Loop:
             layout=str(run.degrees),
         )
         self.adaptive = self._adaptive(fixed, limits)
-        cache = directory.path / "cache"
         self.evaluation = evaluation_of(settings, run, meshes, job, cache, self.step.autocast, self._at)
 
     def _adaptive(self, fixed: Policy | None, limits: Limits | None) -> Adaptive | None:

@@ -210,11 +210,8 @@ def _read_graph(settings: Settings, placement: Placement, world: int | None) -> 
         notes,
     )
     _check_world(degrees, world, "parallel_config")
-    if degrees.context > 1 and parallel.context_parallel_algo != "ulysses_cp":
-        notes.append(
-            f"context_parallel_algo {parallel.context_parallel_algo}: the runner exchanges heads for tokens, which is"
-            " ulysses_cp; the results are the same"
-        )
+    if parallel.context_parallel_algo != "ulysses_cp":
+        _note_exchange(degrees, f"context_parallel_algo {parallel.context_parallel_algo}", notes)
     if settings.optimizer.swap:
         notes.append("optimizer.swap has no effect: optimizer states stay on the device; share them with FSDP instead")
     schedule = settings.parallel.pipeline_config.pipeline_scheduler
@@ -266,6 +263,8 @@ def _read_2026(settings: Settings, placement: Placement, world: int | None) -> R
         notes,
     )
     _check_world(degrees, world, "parallelism")
+    if parallel.context_parallel_method is not None:
+        _note_exchange(degrees, f"context_parallel_method {parallel.context_parallel_method}", notes)
     if parallel.cpu_offload:
         notes.append("cpu_offload has no effect: parameters and optimizer states stay on the device")
     local = training.local_batch_size
@@ -339,6 +338,14 @@ def _degrees(
         expert=expert,
         sequence_parallel=sequence_parallel,
     )
+
+
+def _note_exchange(degrees: Degrees, asked: str, notes: list[str]) -> None:
+    if degrees.context > 1:
+        notes.append(
+            f"{asked}: the runner exchanges heads for tokens, as ulysses_cp does; the results are the same up to the"
+            " order of a sum"
+        )
 
 
 def _share(world: int, others: int) -> int:
