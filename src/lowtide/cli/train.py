@@ -320,7 +320,7 @@ def train(
     if sys.platform == "win32":  # no locks of files, and no signals that end a group of processes
         raise typer.BadParameter("lowtide train runs on Linux; on Windows, run it in WSL, or train a loop of your own")
     from lowtide.errors import LowtideError
-    from lowtide.train.launch import launch, tie_to_launcher
+    from lowtide.train.launch import import_torch_quietly, launch, tie_to_launcher
     from lowtide.train.stop import StopRequest, stop_signals
 
     gc.enable()  # the entry point turned it off for commands that end at once
@@ -335,6 +335,8 @@ def train(
             "disk_directory": disk_directory,
         }
         values, check = _read(path, overrides or [], run_mode, use_parallel, accumulation, adaptive, limits)
+        if nodes > 1:
+            import_torch_quietly()
         if _rank() is None:  # once, before anything is started; a rank says it in its log
             check = _described(path, values)
         if legacy_models and _rank() in (None, "0"):

@@ -18,7 +18,7 @@ from lowtide.errors import LaunchError
 from lowtide.train.logs import level_of, log_file
 from lowtide.train.stop import STOPPED, StopForwarder
 
-__all__ = ["Launch", "launch", "launched", "tie_to_launcher"]
+__all__ = ["Launch", "import_torch_quietly", "launch", "launched", "tie_to_launcher"]
 
 LAUNCHER = "LOWTIDE_LAUNCHER"
 """Holds the launcher's process id in the ranks it starts."""
@@ -27,7 +27,8 @@ TAIL = 20
 
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """Signals on which torch's agent ends the ranks, unless they mean something else."""
-_ERROR = re.compile(r"(\[rank\d+\]: )?(Traceback \(|error: )")  # torch marks a rank's traceback with the rank
+_ERROR = re.compile(r"(\[rank\d+\]: )?(Traceback \(|error: )|watchdog: (\d+ ranks hang|rank \d+ has not moved)")
+"""Where the last lines that are worth showing begin; torch marks a rank's traceback with the rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +97,15 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
         forwarder = StopForwarder(settings.stop_signals, Path(scratch))
         os.environ |= forwarder.environment()
 
+        all_met = False
+
         def end(number: signal.Signals) -> None:
             raise SignalException(f"got {number.name} twice", sigval=number)
+
+        def met() -> None:
+            nonlocal all_met
+            all_met = True
+            forwarder.start(end)
 
         config = LaunchConfig(
             min_nodes=settings.nodes,
@@ -108,7 +116,7 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
             max_restarts=settings.max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle=",".join(one for one in _ENDING if signal.Signals[one] not in settings.stop_signals),
-            **_rendezvous(settings, lambda: forwarder.start(end)),
+            **_rendezvous(settings, met),
         )
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
@@ -125,19 +133,24 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
         except (RendezvousError, RuntimeError, OSError) as error:
             if settings.nodes == 1:
                 raise
-            # torch has several classes for a meeting that did not come about, a bare DistStoreError among them
-            raise LaunchError(
-                f"node {settings.node_rank} of {settings.nodes} did not meet the others at"
-                f" {settings.master_address}:{settings.master_port} within {settings.timeout:g} s"
-                f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}).\n"
-                "Check that the address is the first node's, that the port is free there and open to the others, that"
-                " every node was started with the same --nnodes and its own --node-rank; --timeout waits longer"
-            ) from error
+            raise LaunchError(_not_met(settings, error) if not all_met else _lost(settings, error)) from error
         finally:  # what was set for the ranks is not for the caller
             forwarder.close()
             os.environ.clear()
             os.environ.update(before)
         return STOPPED if forwarder.stopped() else 0
+
+
+def import_torch_quietly() -> None:
+    """For a process that will launch on several nodes: torch's C++ is silent there about lost connections, which
+    :func:`launch` reports. Ranks are not changed by it."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    given = name in os.environ
+    os.environ.setdefault(name, "ERROR")
+    import torch  # noqa: F401  # reads it
+
+    if not given:
+        del os.environ[name]
 
 
 def launched() -> bool:
@@ -181,6 +194,30 @@ def _rendezvous(settings: Launch, met: Callable[[], None]) -> dict[str, Any]:
         },
         "local_addr": local_address(address, settings.node_rank),
     }
+
+
+def _not_met(settings: Launch, error: Exception) -> str:
+    """torch has several classes for a meeting that did not come about, a bare DistStoreError among them."""
+    return (
+        f"node {settings.node_rank} of {settings.nodes} did not meet the others at"
+        f" {settings.master_address}:{settings.master_port} within {settings.timeout:g} s ({_reason(error)}).\n"
+        "Check that the address is the first node's, that the port is free there and open to the others, that"
+        " every node was started with the same --nnodes and its own --node-rank; --timeout waits longer"
+    )
+
+
+def _lost(settings: Launch, error: Exception) -> str:
+    logs = f"; {settings.log_dir} says how far they were" if settings.log_dir is not None else ""
+    return (
+        f"node {settings.node_rank} of {settings.nodes} lost the first node, {settings.master_address}: its launcher"
+        f" does not answer ({_reason(error)}). The ranks of this node were ended{logs}.\n"
+        "Either that node is gone, then its own output says why, or the network between the two is;"
+        " start the job again to continue from the newest checkpoint"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
 def _failure(settings: Launch, rank: int, code: int, others: list[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -73,7 +74,35 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         **settings,
     )
     timeout = timedelta(seconds=float(settings["timeout"]))
-    return _Ranked(rendezvous_handler_registry.create_handler(inner), rank, parameters.local_addr or "", timeout, met)
+    handler = rendezvous_handler_registry.create_handler(inner)
+    if rank > 0:
+        _fail_when_silent(int(parameters.endpoint.rsplit(":", 1)[1]), timeout / 2)
+    return _Ranked(handler, rank, parameters.local_addr or "", timeout, met)
+
+
+def _fail_when_silent(port: int, patience: timedelta) -> None:
+    """Let the connections to the first node's store fail if nothing comes back for so long.
+
+    torch waits for the store's answer without a limit. If the link to the first node is lost, the launcher would hang,
+    its ranks' ends unseen, until the system gives the connection up: a quarter of an hour, or never.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
+        return
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # not a socket, or not connected
+            one = socket.socket(fileno=int(number))
+            try:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+                    _limit_silence(one, max(1, round(patience.total_seconds())))
+            finally:
+                one.detach()  # it is torch's
+
+
+def _limit_silence(one: socket.socket, seconds: int) -> None:
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)  # for what was sent
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # and ask while an answer is awaited
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 2))
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 8))
 
 
 class _Ranked(RendezvousHandler):

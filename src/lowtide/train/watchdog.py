@@ -188,6 +188,8 @@ def summary_of(places: Mapping[int, Place], world_size: int) -> str:
         f"  {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} ({_ranges(ranks)}): {where}"
         for where, ranks in sorted(groups.items(), key=lambda one: len(one[1]))
     ]
+    if world_size > 1 and len(groups) == 1:
+        lines.append("  no rank is missing: look at the network between them")
     return "\n".join([f"{len(places)} ranks hang:", *lines])
 
 
