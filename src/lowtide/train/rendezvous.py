@@ -81,7 +81,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _fail_when_silent(port: int, patience: timedelta) -> None:
-    """Let the connections to the first node's store fail if nothing comes back for so long.
+    """Let the connections to the first node's store fail if there is no answer for so long.
 
     torch waits for the store's answer without a limit. If the link to the first node is lost, the launcher would hang,
     its ranks' ends unseen, until the system gives the connection up: a quarter of an hour, or never.
