@@ -15,6 +15,7 @@ from lowtide._torch_private.fake import FakeTensorMode
 from lowtide.errors import ModelError
 from lowtide.models.auxiliary import set_auxiliary_scale
 from lowtide.models.build import build_model
+from lowtide.models.initialise import initialise
 from lowtide.models.prediction import prediction_loss
 from lowtide.models.router import reset_expert_counts, routers_of
 from lowtide.operators.survey import survey
@@ -197,9 +198,18 @@ def test_every_decision_is_exact_with_prediction_layers() -> None:
     verify(model, policy, batch, layers="layers", loss=lambda logits: loss_of(logits, batch))
 
 
-def test_prediction_layers_need_the_whole_model_on_one_stage() -> None:
-    with pytest.raises(ModelError, match="num_nextn_predict_layers"):
-        build_model(deepseek(prediction_layers=1), layers=[0], last=False)
+def test_a_last_stage_predicts_with_an_embedding_of_its_own_and_needs_the_tokens() -> None:
+    shape, batch = deepseek(prediction_layers=1), tokens()
+    first, last = build_model(shape, layers=[0], last=False), build_model(shape, layers=[1, 2], first=False)
+    assert first.predictions is None
+    whole = build_model(shape)
+    for part in (first, last, whole):
+        initialise(part, seed=1)
+    assert torch.equal(first.embedding.weight, last.embedding.weight)
+    hidden = first(batch)
+    assert torch.equal(last(hidden, tokens=batch), whole(batch))
+    with pytest.raises(ModelError, match="give them as tokens="):
+        last(hidden)
 
 
 def test_it_can_be_traced_without_computing_anything() -> None:

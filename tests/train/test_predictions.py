@@ -26,16 +26,34 @@ def test_a_prediction_layer_is_recomputed_as_the_last_layer_is(tmp_path: Path) -
     assert "keep their activations" not in log(tmp_path)
 
 
+def test_a_prediction_layer_of_a_last_stage_takes_its_last_layers_decision(tmp_path: Path) -> None:
+    stages = {"parallel_config": {"pipeline_stage": 2, "micro_batch_num": 2}, "recompute_config": {"recompute": True}}
+    done = train(tmp_path, merged(TINY, DEEPER, stages), "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert [one["layers"] for rank in (0, 1) for one in receipts(tmp_path, rank)] == [[0], [1], [2]]
+
+
+FOLDED = {
+    "model": {"model_config": {"num_layers": 4, "pp_interleave_num": 2}},
+    "parallel_config": {"pipeline_stage": 2, "micro_batch_num": 4},
+    "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
+}
+
+
 @pytest.mark.parametrize(
-    ("parallel", "said"),
+    ("settings", "said"),
     [
-        ({"pipeline_stage": 2, "micro_batch_num": 2}, "with 2 pipeline stages these are on the first and the last"),
-        ({"model_parallel": 2, "use_seq_parallel": True}, "with sequence parallel that token is on another rank"),
+        (FOLDED, "num_nextn_predict_layers is 1, and in a folded pipeline"),
+        (
+            {"parallel_config": {"model_parallel": 2, "use_seq_parallel": True}},
+            "with sequence parallel that token is on another rank",
+        ),
     ],
+    ids=["folded pipeline", "sequence parallel"],
 )
 def test_layouts_that_prediction_does_not_go_with_are_refused(
-    tmp_path: Path, parallel: dict[str, Any], said: str
+    tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:
-    done = train(tmp_path, merged(TINY, DEEPER, {"parallel_config": parallel}), "--dry-run")
+    done = train(tmp_path, merged(TINY, DEEPER, settings), "--dry-run")
     assert done.returncode == 1
     assert said in done.stderr

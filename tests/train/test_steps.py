@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowtide.train.record import StepRecord
-from support.layout_cases import MODELS, TENSOR, data
+from support.layout_cases import MODELS, TENSOR, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
@@ -102,13 +102,32 @@ def test_prediction_layers_add_their_loss_in_every_layout(one: Ranks, ranks: Ran
     assert [record.loss for record in shared] == pytest.approx([record.loss for record in alone], rel=1e-6)
 
 
-def test_prediction_layers_go_with_tensor_and_expert_parallel(one: Ranks, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {**data(1, 4), **TENSOR},
+        {**data(2, 2), "parallel_config.expert_parallel": 2},
+        pipeline(),
+        {**pipeline(), "model.model_config.pp_interleave_num": 2, "model.model_config.head_loss": "chunked"},
+        {**pipeline(), "model.model_config.tie_word_embeddings": True},
+    ],
+    ids=["tp2", "ep2", "pp2", "pp2 interleaved chunked", "pp2 tied"],
+)
+def test_prediction_layers_train_alike_in_layouts(layout: dict[str, Any], one: Ranks, ranks: Ranks) -> None:
     deeper = {"model.model_config.num_nextn_predict_layers": 1}
-    alone = [record.loss for record in steps(one, MODELS["deepseek"], {**data(1, 4), **deeper})]
-    for layout in ({**data(1, 4), **TENSOR}, {**data(2, 2), "parallel_config.expert_parallel": 2}):
-        shared = steps(ranks, MODELS["deepseek"], {**layout, **deeper})
-        assert all(record.losses["mtp"] > 0 for record in shared)
-        assert [record.loss for record in shared] == pytest.approx(alone, rel=1e-5)
+    tied = {key: value for key, value in layout.items() if "tie_word" in key}
+    alone = steps(one, MODELS["deepseek"], {**data(1, 4), **deeper, **tied})
+    shared = steps(ranks, MODELS["deepseek"], {**layout, **deeper})
+    assert all(record.losses["mtp"] > 0 for record in shared)
+    for found, expected in zip(shared, alone, strict=True):
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.global_norm == pytest.approx(expected.global_norm, rel=1e-5)
+
+
+def test_both_embeddings_of_a_pipeline_that_predicts_stay_equal(ranks: Ranks) -> None:
+    deeper = {**pipeline(), "model.model_config.num_nextn_predict_layers": 1}
+    first, last = ranks.run(runs.parameter_after, "deepseek", deeper, "embedding.weight")
+    assert torch.equal(first, last)
 
 
 def test_decisions_for_prediction_layers_change_no_bit(one: Ranks) -> None:

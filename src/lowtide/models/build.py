@@ -20,19 +20,14 @@ def build_model(
 ) -> Decoder:
     """The model of a shape; under ``torch.device("meta")`` it takes no memory.
 
-    A pipeline stage has some of the layers, an embedding if it is the first and a head if it is the last. Weights are
-    filled by :func:`~lowtide.models.initialise.initialise`.
+    A pipeline stage has some of the layers, an embedding if it is the first, a head and the multi-token-prediction
+    layers if it is the last. Weights are filled by :func:`~lowtide.models.initialise.initialise`.
     """
     chosen = range(shape.num_layers) if layers is None else list(layers)
     if beyond := [number for number in chosen if not 0 <= number < shape.num_layers]:
         raise ModelError(f"layers {beyond} were asked for; the model has layers 0 to {shape.num_layers - 1}")
     predictions = None
-    if shape.prediction_layers:
-        if layers is not None or not (first and last):
-            raise ModelError(
-                f"the shape has {shape.prediction_layers} multi-token-prediction layers, which need the embedding and"
-                " the head on one stage: set num_nextn_predict_layers to 0, or use no pipeline stages"
-            )
+    if shape.prediction_layers and last:
         numbers = range(shape.num_layers, shape.num_layers + shape.prediction_layers)
         predictions = Predictions(shape, {number: _layer(shape, number) for number in numbers})
     made = {number: _layer(shape, number) for number in chosen}

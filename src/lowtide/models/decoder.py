@@ -32,7 +32,8 @@ class Decoder(nn.Module):
     """Tokens in and logits out; a stage without embedding takes hidden states, one without head gives them.
 
     Layers are kept by their number in the whole model, so that parameters have the same names in every layout. For the
-    same reason a last stage whose head uses the embedding's weights has them under the embedding's name.
+    same reason a last stage whose head or prediction layers use the embedding's weights has them under the embedding's
+    name.
     """
 
     rotary: Tensor
@@ -48,7 +49,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.first = shape, first
-        holds = first or (last and shape.tie_word_embeddings)
+        holds = first or predictions is not None or (last and shape.tie_word_embeddings)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size) if holds else None
         self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
@@ -67,6 +68,7 @@ class Decoder(nn.Module):
             positions: Tensor | None = None,
             documents: Tensor | None = None,
             labels: Tensor | None = None,
+            tokens: Tensor | None = None,
         ) -> Tensor: ...
 
     def forward(
@@ -75,16 +77,17 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """``hidden`` is tokens ``[batch, sequence]`` on the first stage, hidden states on others.
 
         ``positions``, ``[batch, sequence]``, are given where they do not run from 0 on, ``documents``, the number of
         each token's document, where tokens look at those of their own only: of all tokens, also where a rank has some.
         With ``labels`` the last stage gives the sum of the tokens' losses in place of logits, which are then never
-        held at once.
+        held at once. A last stage with prediction layers needs the ``tokens``, unless it is the first too.
         """
-        tokens = hidden
         if self.first and self.embedding is not None:
+            tokens = hidden
             if hidden.shape[1] > self.rotary.shape[1]:
                 raise ModelError(
                     f"a sequence has {hidden.shape[1]} tokens and the model positions for {self.rotary.shape[1]}:"
@@ -104,6 +107,8 @@ class Decoder(nn.Module):
         if self.predictions is not None and self.embedding is not None and self.training:
             if positions is not None or documents is not None:
                 raise ModelError("multi-token prediction goes over whole samples: give no positions and no documents")
+            if tokens is None:
+                raise ModelError("a last stage with multi-token prediction needs the tokens: give them as tokens=")
             loss = self.predictions(last, tokens, self.rotary, self.embedding, self.head)
             output = self.predictions.auxiliary.attach(output, loss)
         return output

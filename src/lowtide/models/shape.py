@@ -114,6 +114,11 @@ class DecoderShape:
         return self.experts is None or layer < self.experts.first_dense
 
     @property
+    def embeds_twice(self) -> bool:
+        """Whether what comes after the layers uses the embedding's weights as well."""
+        return self.tie_word_embeddings or self.prediction_layers > 0
+
+    @property
     def rotary_dim(self) -> int:
         """The width of a head that has positions."""
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim

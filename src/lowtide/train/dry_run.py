@@ -75,8 +75,7 @@ def plan_of(run: Run, check: Check) -> dict[str, Any]:
     for rank in range(degrees.pipeline):
         for stage in stages_of(run.placement, rank):
             with torch.device("meta"):
-                layers = None if stage.total == 1 else stage.layers  # a whole model has its prediction layers too
-                model = build_model(shape, layers=layers, first=stage.first, last=stage.last)
+                model = build_model(shape, layers=stage.layers, first=stage.first, last=stage.last)
             numbers = sum(parameter.numel() for parameter in model.parameters())
             held = numbers // (degrees.tensor * degrees.sharded)
             plan["stages"].append(

@@ -80,8 +80,7 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
     models, handles = [], []
     for stage in stages:
         with torch.device("meta"):
-            whole = stage.total == 1
-            model = build_model(shape, layers=None if whole else stage.layers, first=stage.first, last=stage.last)
+            model = build_model(shape, layers=stage.layers, first=stage.first, last=stage.last)
         model = model.to(getattr(torch, run.precision.parameters))
         apply_tensor_parallel(model, run, meshes)
         apply_context_parallel(model, run.sequence, meshes)
@@ -115,22 +114,20 @@ def build_job(run: Run, settings: Settings, policy: Policy | None, meshes: Meshe
 
 
 def refuse_tied(shape: DecoderShape, run: Run) -> None:
-    """ConfigError where the first and the last part of a model with tied weights are two parts of one rank."""
-    if shape.tie_word_embeddings and run.degrees.pipeline > 1 and run.placement.folded and run.placement.num_chunks > 1:
+    """ConfigError where the first and the last part of a model, with copies of one matrix, are parts of one rank."""
+    if shape.embeds_twice and run.degrees.pipeline > 1 and run.placement.folded and run.placement.num_chunks > 1:
+        asked, instead = "tie_word_embeddings is true", "false"
+        if not shape.tie_word_embeddings:
+            asked, instead = f"num_nextn_predict_layers is {shape.prediction_layers}", "0"
         raise ConfigError(
-            "tie_word_embeddings is true, and in a folded pipeline (zero_bubble_v) the embedding and the head are two"
-            " parts of one rank, which would hold the weights twice; write false, or use another schedule"
+            f"{asked}, and in a folded pipeline (zero_bubble_v) the embedding and the head are two parts of one rank,"
+            f" which would hold the embedding's weights twice; write {instead}, or use another schedule"
         )
 
 
 def refuse_predictions(shape: DecoderShape, run: Run) -> None:
     """ConfigError where multi-token prediction does not go with how the run is sharded."""
     asked = f"num_nextn_predict_layers is {shape.prediction_layers}"
-    if shape.prediction_layers and run.degrees.pipeline > 1:
-        raise ConfigError(
-            f"{asked}: multi-token-prediction layers need the tokens, the embedding and the head on one rank, and with"
-            f" {run.degrees.pipeline} pipeline stages these are on the first and the last; write 0, or use one stage"
-        )
     if shape.prediction_layers and run.degrees.sequence_parallel:
         raise ConfigError(
             f"{asked}: multi-token-prediction layers look one token ahead, and with sequence parallel that token is on"

@@ -180,7 +180,7 @@ class Loop:
 
     def _tied(self) -> TiedWeights | None:
         shape = self.job.shape
-        if shape is None or not shape.tie_word_embeddings or self.run.degrees.pipeline == 1:
+        if shape is None or not shape.embeds_twice or self.run.degrees.pipeline == 1:
             return None
         return TiedWeights(self.job.models, self.meshes.pipeline.get_group())
 

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch_private.training.resets import reset_reducer, reset_sharding
+from lowtide.models.prediction import Predictions
 from lowtide.train.clip import clip, global_norm, scale_gradients
 from lowtide.train.data.batches import Batch
 from lowtide.train.data.packing import Packing
@@ -84,6 +85,7 @@ class Step:
         self.run, self.meshes, self.parts, self.optimizers = run, meshes, parts, optimizers
         self.scale, self.objective, self.experts = scale, objective, experts
         self.pipeline, self.place = pipeline, place
+        self.predicts = any(isinstance(module, Predictions) for part in parts for module in part.modules())
         self.parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
         self.counted = self.parameters if tied is None else [one for one in self.parameters if tied.counts(one)]
         """Those whose gradients are counted in the norm on this rank."""
@@ -163,6 +165,8 @@ class Step:
         labels = _moved(torch.cat([batch.labels for batch in batches]), self.meshes.device)
         with self.autocast():
             own, more = given_to_model(self.objective, self.packing, tokens, labels)
+            if self.predicts:
+                more["tokens"] = tokens
             losses = self.pipeline.run(own, labels, more)
         return losses if losses is not None else torch.zeros((), device=self.meshes.device)
 

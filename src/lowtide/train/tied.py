@@ -1,4 +1,4 @@
-"""Weights that the embedding and the head share, where they are on two pipeline stages.
+"""The embedding's weights where two pipeline stages use them: a head that shares them, or multi-token prediction.
 
 The first stage and the last have a copy each, made from the same seed or checkpoint. A step's gradient is the sum of
 both; with that sum, and the same optimizer, the copies stay equal.
@@ -43,7 +43,7 @@ class TiedWeights:
         if self.parameter is None or self.group is None:
             return
         parameter, gradient = self.parameter, self.parameter.grad
-        assert gradient is not None  # every micro-batch goes through the embedding and the head
+        assert gradient is not None  # every micro-batch goes through both
         if isinstance(gradient, DTensor):
             assert isinstance(parameter, DTensor)
             if gradient.placements != parameter.placements:  # an embedding's may be whole on each tensor-parallel rank
