@@ -4,8 +4,8 @@
 
 Each run is the real command in processes of its own over gloo, in single precision, with the same samples in each
 step; the metrics it writes are compared with those of the run on one process. Weights shared by the embedding and the
-head, and packed documents, are trained in some layouts more. One line for each model compares gradients accumulated
-over micro-steps with one large batch.
+head, multi-token prediction and packed documents are trained in some layouts more. One line for each model compares
+gradients accumulated over micro-steps with one large batch.
 """
 
 from __future__ import annotations

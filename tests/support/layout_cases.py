@@ -165,15 +165,17 @@ class Variant(NamedTuple):
 
 
 def variants(documents: str) -> tuple[Variant, ...]:
-    """Weights shared by the embedding and the head, and packed documents, which :func:`write_documents` writes."""
+    """Tied weights, multi-token prediction, and packed documents, which :func:`write_documents` writes."""
     named = {layout.name: layout for layout in LAYOUTS}
     tied = {"model.model_config.tie_word_embeddings": True}
+    predicting = {"model.model_config.num_nextn_predict_layers": 1}
     again = {"reset_attention_mask": True, "reset_position_ids": True}
     config = {"data_path": [1, documents], "eod": 0, "seed": 1, **again}
     loader = {"type": "BlendedMegatronDatasetDataLoader", "sizes": None, "config": config}
     packed = {"train_dataset.data_loader": loader}
     return (
         Variant("llama tied", "llama", tied, (named["tp2"], named["pp2"], named["pp2 x fsdp2"])),
+        Variant("deepseek mtp", "deepseek", predicting, (named["tp2"], named["pp2"], named["ep2"])),
         Variant("llama packed", "llama", packed, (named["tp2"], named["tp2 + sequence"], named["fsdp2"])),
     )
 
