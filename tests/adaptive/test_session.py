@@ -74,7 +74,7 @@ def of_lengths(training: Training, lengths: list[int], run: Adaptive | None = No
     return losses
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_model_that_was_never_prepared_fits_in_one_line(name: str) -> None:
     expected, static, kept = undisturbed(name)
     training = Training(name)

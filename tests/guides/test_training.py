@@ -100,6 +100,7 @@ def test_a_swap_case_trains_on_eight_processes_and_the_guides_command_finds_the_
     assert all(one["moved_bytes"] > 0 for one in swapped), swapped
 
 
+@pytest.mark.slow
 def test_the_48_layer_example_trains_on_five_stages_with_two_chunks_each(tmp_path: Path) -> None:
     placed = {
         "model": {

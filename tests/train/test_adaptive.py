@@ -76,6 +76,7 @@ def test_ranks_that_share_matrices_switch_together_to_a_policy_for_a_budget(rank
     assert set(ran.decisions) != {"keep"}
 
 
+@pytest.mark.slow
 def test_so_do_stages_whose_ranks_share_parameters(four_ranks: Ranks) -> None:
     ran = agreed(both(four_ranks, {**pipeline(2), **SHARD, **LONG}, budget="3MiB"))
     assert set(ran.decisions) != {"keep"}

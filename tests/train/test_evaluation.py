@@ -39,6 +39,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = ("fsdp", "tensor, sequence", "pipeline", "fsdp, attention swapped")
+
+
 def losses(model: str, settings: dict[str, Any]) -> list[tuple[str, float | None]]:
     """Losses of training, to the bit, and of evaluations."""
     records = runs.records_of(MODELS[model], settings, steps=5)
@@ -55,13 +58,16 @@ def alone(one: Ranks) -> Any:
 
 
 @pytest.mark.xdist_group("layouts")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *(pytest.param(name, "llama", marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS),
+        *(pytest.param(name, "deepseek", marks=pytest.mark.slow) for name in ("fsdp", "interleaved")),
+    ],
+)
 def test_an_evaluation_is_the_same_in_every_layout_and_leaves_nothing_behind(
     layout: str, model: str, alone: Any, ranks: Ranks
 ) -> None:
-    if model == "deepseek" and layout not in ("fsdp", "interleaved"):
-        pytest.skip("experts see nothing of the rest of a layout")
     settings = {**LAYOUTS[layout], **(DROPOUT if layout != "tensor, sequence" else {})}
     without = ranks.run(losses, model, settings)
     with_it = ranks.run(losses, model, {**settings, **EVALUATED})
@@ -80,6 +86,7 @@ def first_evaluation(model: str, settings: dict[str, Any]) -> float:
     return record.evaluation_loss
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("layouts")
 def test_untrained_models_evaluate_alike_in_every_layout(one: Ranks, ranks: Ranks) -> None:
     (expected,) = one.run(first_evaluation, "llama", {**data(1, 4), **EVALUATED})

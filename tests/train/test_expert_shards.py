@@ -18,7 +18,7 @@ from lowtide.train.degrees import check_degrees
 from lowtide.train.run import Degrees
 from lowtide.train.traced import TracedRank, trace_rank
 from support.expert_work import GroupedWork
-from support.layout_cases import SHARD, TENSOR, data
+from support.layout_cases import SHARD, TENSOR, close, data
 from support.ranks import Ranks
 from train import runs
 
@@ -27,12 +27,6 @@ pytestmark = pytest.mark.xdist_group("layouts")
 SEQUENCE = {"parallel_config.use_seq_parallel": True}
 EXPERTS = {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}
 TOKENS, WIDTH = 64, 32
-
-
-def close(found: Any, expected: Any) -> None:
-    for (loss, norm), (other_loss, other_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(other_loss, rel=1e-6)
-        assert norm == pytest.approx(other_norm, rel=1e-5)
 
 
 def work(settings: dict[str, Any]) -> int:
@@ -49,7 +43,7 @@ def test_each_rank_computes_its_share_and_no_more(one: Ranks, ranks: Ranks) -> N
         assert part / (whole / 2) <= 1.05
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 + sequence"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2 + sequence", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_read_in_other_layouts(layout: str, one: Ranks, ranks: Ranks, tmp_path: Path) -> None:
     expected = one.run(runs.train, "deepseek", data(1, 4), 4)[0][2:]
     settings = {**data(1, 4), **TENSOR, **(SEQUENCE if "sequence" in layout else {})}
@@ -59,6 +53,7 @@ def test_a_checkpoint_is_read_in_other_layouts(layout: str, one: Ranks, ranks: R
     close(one.run(runs.resumed, "deepseek", data(1, 4), tmp_path)[0], expected)
 
 
+@pytest.mark.slow
 def test_experts_of_expert_parallel_ranks_are_read_by_tensor_parallel_ones(
     one: Ranks, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.run import Degrees
 from lowtide.train.traced import TracedRank, trace_rank
 from support.commands import TINY, log, merged, train
-from support.layout_cases import MODELS, SHARD, TENSOR, data, pipeline
+from support.layout_cases import MODELS, SHARD, TENSOR, close, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
@@ -28,21 +28,15 @@ TOKENS = {"runner_wrapper.calculate_per_token_loss": True}
 PREDICTED = {"model.model_config.num_nextn_predict_layers": 1}
 
 
-def close(found: Any, expected: Any) -> None:
-    for (loss, norm), (other_loss, other_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(other_loss, rel=1e-6)
-        assert norm == pytest.approx(other_norm, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {**data(1, 4), **TENSOR, **WHOLE},
         {**data(1, 4), **TENSOR, **CHUNKED},
         {**data(1, 4), **TENSOR, **SEQUENCE, **CHUNKED, **TOKENS},
-        {**data(2, 2), **SHARD, **CHUNKED},
+        pytest.param({**data(2, 2), **SHARD, **CHUNKED}, marks=pytest.mark.slow),
         {**pipeline(), **CHUNKED},
-        {**pipeline(), **CHUNKED, "model.model_config.pp_interleave_num": 2},
+        pytest.param({**pipeline(), **CHUNKED, "model.model_config.pp_interleave_num": 2}, marks=pytest.mark.slow),
     ],
     ids=["tp2 whole", "tp2 chunked", "tp2 + sequence chunked", "fsdp2 chunked", "pp2 chunked", "pp2 x 2 chunked"],
 )
@@ -52,14 +46,14 @@ def test_two_ranks_train_what_one_process_trains(settings: dict[str, Any], one: 
         close(found, expected)
 
 
-@pytest.mark.parametrize("loss", [{}, CHUNKED], ids=["sharded", "chunked"])
+@pytest.mark.parametrize("loss", [pytest.param({}, marks=pytest.mark.slow), CHUNKED], ids=["sharded", "chunked"])
 def test_the_last_stage_has_the_sharded_head(loss: dict[str, Any], one: Ranks, four_ranks: Ranks) -> None:
     expected = one.run(runs.train, "llama", data(1, 4))[0]
     for found in four_ranks.run(runs.train, "llama", {**pipeline(), **TENSOR, **SEQUENCE, **loss}):
         close(found, expected)
 
 
-@pytest.mark.parametrize("loss", [{}, CHUNKED], ids=["sharded", "chunked"])
+@pytest.mark.parametrize("loss", [pytest.param({}, marks=pytest.mark.slow), CHUNKED], ids=["sharded", "chunked"])
 def test_multi_token_prediction_uses_the_same_loss(loss: dict[str, Any], one: Ranks, ranks: Ranks) -> None:
     expected = one.run(runs.train, "deepseek", {**data(1, 4), **PREDICTED})[0]
     for found in ranks.run(runs.train, "deepseek", {**data(1, 4), **TENSOR, **PREDICTED, **loss}):

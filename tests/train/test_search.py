@@ -40,6 +40,7 @@ def all_of(asked: Asked) -> list[Candidate]:
     )
 
 
+@pytest.mark.slow
 def test_without_a_budget_each_layout_gets_what_its_process_groups_leave() -> None:
     asked = replace(ASKED, budget=None)
     assert asked.most == DEVICE.capacity - DEVICE.reserve.total()
@@ -121,6 +122,7 @@ def test_layouts_that_differ_in_virtual_stages_have_the_same_trace_and_a_known_o
     assert (again.outcome.policy, again.outcome.simulation) == (first.outcome.policy, first.outcome.simulation)
 
 
+@pytest.mark.slow
 def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
     tight = replace(ASKED, budget=40 << 20)
     for candidate in all_of(tight)[::9]:
@@ -159,6 +161,7 @@ def test_what_is_known_of_a_layout_before_its_plan_is_a_bound() -> None:
     assert planned
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_always_planned_need_not_be_among_those_considered() -> None:
     few = replace(ASKED, devices=2, global_batch=4)
     odd = Candidate(degrees=Degrees(tensor=2, sequence_parallel=False), samples=2, micro_batches=2)

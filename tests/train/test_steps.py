@@ -108,8 +108,11 @@ def test_prediction_layers_add_their_loss_in_every_layout(one: Ranks, ranks: Ran
         {**data(1, 4), **TENSOR},
         {**data(2, 2), "parallel_config.expert_parallel": 2},
         pipeline(),
-        {**pipeline(), "model.model_config.pp_interleave_num": 2, "model.model_config.head_loss": "chunked"},
-        {**pipeline(), "model.model_config.tie_word_embeddings": True},
+        pytest.param(
+            {**pipeline(), "model.model_config.pp_interleave_num": 2, "model.model_config.head_loss": "chunked"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({**pipeline(), "model.model_config.tie_word_embeddings": True}, marks=pytest.mark.slow),
     ],
     ids=["tp2", "ep2", "pp2", "pp2 interleaved chunked", "pp2 tied"],
 )

@@ -100,6 +100,7 @@ def test_ranks_save_on_a_signal_to_their_launcher_and_continue_bit_by_bit(tmp_pa
     assert metrics(tmp_path / "run") == metrics(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_signal_one_rank_with_a_signal_of_its_own(tmp_path: Path, start: Start) -> None:
     """All ranks know of it after the step, those without a signal too."""
     run = start("run", "--nproc", "2", "--stop-signal", "SIGUSR2")

@@ -12,7 +12,7 @@ from lowtide.models.shape import DecoderShape
 from lowtide.train.run import Degrees
 from lowtide.train.traced import TracedRank, trace_rank
 from support.commands import TINY, merged, train
-from support.layout_cases import SHARD, TENSOR, data, pipeline
+from support.layout_cases import SHARD, TENSOR, close, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
@@ -24,20 +24,14 @@ CHUNKED = {"model.model_config.head_loss": "chunked"}
 ALONE = {**data(1, 4), **TIED}
 
 
-def close(found: Any, expected: Any) -> None:
-    for (loss, norm), (other_loss, other_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(other_loss, rel=1e-6)
-        assert norm == pytest.approx(other_norm, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {**data(1, 4), **TENSOR},
         {**data(1, 4), **TENSOR, **SEQUENCE, **CHUNKED},
         pipeline(),
-        {**pipeline(), "model.model_config.pp_interleave_num": 2},
-        {**pipeline(), "runner_wrapper.scale_sense": 1024.0},
+        pytest.param({**pipeline(), "model.model_config.pp_interleave_num": 2}, marks=pytest.mark.slow),
+        pytest.param({**pipeline(), "runner_wrapper.scale_sense": 1024.0}, marks=pytest.mark.slow),
     ],
     ids=["tp2", "tp2 + sequence chunked", "pp2", "pp2 interleaved", "pp2 scaled"],
 )
@@ -49,7 +43,12 @@ def test_two_ranks_train_what_one_process_trains(settings: dict[str, Any], one: 
 
 @pytest.mark.parametrize(
     "settings",
-    [{**pipeline(), **TENSOR}, {**pipeline(2), **SHARD}, pipeline(2), {**data(2, 2), **SHARD, **TENSOR}],
+    [
+        {**pipeline(), **TENSOR},
+        pytest.param({**pipeline(2), **SHARD}, marks=pytest.mark.slow),
+        pytest.param(pipeline(2), marks=pytest.mark.slow),
+        pytest.param({**data(2, 2), **SHARD, **TENSOR}, marks=pytest.mark.slow),
+    ],
     ids=["pp2 x tp2", "pp2 x fsdp2", "pp2 x dp2", "tp2 x fsdp2"],
 )
 def test_four_ranks_train_what_one_process_trains(settings: dict[str, Any], one: Ranks, four_ranks: Ranks) -> None:
@@ -65,6 +64,7 @@ def test_both_copies_are_equal_after_some_steps(ranks: Ranks) -> None:
     assert not torch.equal(first, begun)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saving", "reading"),
     [(pipeline(), {**data(1, 4), **TENSOR}), ({**data(1, 4), **TENSOR}, pipeline())],

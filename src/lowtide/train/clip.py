@@ -68,6 +68,8 @@ def global_norm(
     total = torch.zeros((), dtype=torch.float32, device=device)
     for copies, gradients in by_copies.items():
         total += torch.stack(norms_of(gradients)).square().sum() / copies
+    if set(by_copies) == {ranks}:
+        return (total * ranks).sqrt()  # every rank has all gradients, the same ones
     if ranks > 1:
         dist.all_reduce(total, group=group)
     return total.sqrt()

@@ -115,7 +115,7 @@ class Step:
         threshold = self.run.update.skip_norm
         skipped = overflow or (threshold is not None and norm is not None and float(norm) >= threshold)
         self.place("loss")
-        summed, changes = self._summed(losses), self.experts.changes()
+        read_summed, changes = self._summed(losses), self.experts.changes()
         self.place("update")
         if not skipped:
             if norm is not None and self.run.update.max_norm is not None:
@@ -128,16 +128,16 @@ class Step:
             bias.add_(change)
         self.scale = self.scale.after(overflow=overflow)
         self.under_way = False
-        on_host, norm_on_host = _on_its_way(summed), _on_its_way(norm) if norm is not None else None
+        read_norm = _on_its_way(norm) if norm is not None else None
 
         def outcome() -> Outcome:
-            main, reported, stop = self._reported(on_host())
+            main, reported, stop = self._reported(read_summed())
             others = self.experts.losses(reported, self.run.micro_steps)
             return Outcome(
                 loss=main + sum(others.values()),
                 losses={"lm": main, **others} if others else {},
                 drop_rates=self.experts.drop_rates(reported),
-                global_norm=float(norm_on_host()) if norm_on_host is not None else None,
+                global_norm=float(read_norm()) if read_norm is not None else None,
                 overflow=overflow,
                 skipped=skipped,
                 loss_scale=scale,
@@ -200,15 +200,23 @@ class Step:
             return None
         return global_norm(self.counted, stages=self.run.degrees.pipeline, device=self.meshes.device)
 
-    def _summed(self, losses: Tensor) -> Tensor:
+    def _summed(self, losses: Tensor) -> Callable[[], Tensor]:
         """The loss over all ranks, what their routers report, how many were asked to stop: one small all-reduce.
 
-        Ranks without the last pipeline stage, or without routers, have zeros to add.
+        Ranks without the last pipeline stage, or without routers, have zeros to add. What is returned waits for it.
         """
         loss = self.objective.value(losses).to(torch.float32).reshape(1)
         value = torch.cat((loss, self.experts.reported().to(torch.float32), loss.new_full((1,), self.asked_to_stop())))
-        dist.all_reduce(value)
-        return value
+        if value.device.type != "cpu":
+            dist.all_reduce(value)
+            return _on_its_way(value)
+        work = dist.all_reduce(value, async_op=True)  # gloo works while the update does
+
+        def arrived() -> Tensor:
+            work.wait()
+            return value
+
+        return arrived
 
     def _reported(self, summed: Tensor) -> tuple[float, Tensor, bool]:
         """The loss, what routers report, and whether any rank was asked to stop."""
