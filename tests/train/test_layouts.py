@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,14 @@ def test_latent_attention_and_experts_go_with_context_parallel(one: Ranks, ranks
     (expected,) = one.run(runs.train, "deepseek", plain)
     for found in ranks.run(runs.train, "deepseek", {**plain, **CONTEXT}):
         close(found, expected)
+
+
+def test_a_checkpoint_is_read_under_another_context_degree(one: Ranks, ranks: Ranks, tmp_path: Path) -> None:
+    alone, spread = data(1, 4), {**data(1, 4), **CONTEXT}
+    expected = one.run(runs.train, "llama", alone, 4)[0][2:]
+    for saving, reading in ((spread, alone), (alone, spread)):
+        directory = tmp_path / str(len(saving))
+        directory.mkdir()
+        (ranks if saving is spread else one).run(runs.saved, "llama", saving, directory)
+        for found in (ranks if reading is spread else one).run(runs.resumed, "llama", reading, directory):
+            close(found, expected)
