@@ -98,8 +98,12 @@ class Rank:
         self.bytes += size
         if self.bytes > self.most_bytes:
             self.most_bytes = self.bytes
+        self.allocations += 1
+        highest = allocator.peak > before
+        if highest:
+            self.peak_allocation = self.allocations
         if self.live is not None:
-            self._look(storage, allocator.peak > before)
+            self._look(storage, highest)
         return storage
 
     def drop(self, storage: Storage) -> None:
@@ -118,10 +122,9 @@ class Rank:
         assert self.live is not None
         storage.layer, storage.operator = self.where[0], self.where[1]
         self.live[storage] = None
-        self.allocations += 1
         moment = self._sample()
         if highest:
-            self.peak_at, self.peak_allocation = moment, self.allocations
+            self.peak_at = moment
         if self.allocations == self.stop_at:
             self.snapshot = [_copy(one) for one in self.live]
 

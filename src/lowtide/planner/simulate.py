@@ -75,6 +75,7 @@ def simulate(
     make = partial(Stage, trace, layers, device, pipeline, limit=limit)
     short = shortened(pipeline)
     transfer = _transfers(trace, device)
+    together: dict[int, Stage] = {}
     if stages is None and short is pipeline:
         together = {stage: make(stage, details=details) for stage in wanted}
         step = _together(together, pipeline, transfer)
@@ -83,11 +84,11 @@ def simulate(
         played = {}
         for number in wanted:
             key, found = None, None
-            if known is not None and isinstance(policy, Policy) and not details:
+            if known is not None and isinstance(policy, Policy):
                 key = (number, optimizer, limit, _of_stage(policy, pipeline, number))
                 found = known.get(key)
             if found is None:
-                stage = make(number, details=details)
+                stage = make(number)
                 _act(stage, short)
                 found = _finished(stage, optimizer=optimizer)
                 if known is not None and key is not None:
@@ -101,11 +102,11 @@ def simulate(
     results = []
     for number, one in played.items():
         result = one.result
-        if details:  # replay it again, to see what is there at the peak
+        if details:  # replay it again, now that it is known which allocation is at the peak
             again = make(number, details=True, stop_at=one.peak_allocation)
             _act(again, short)
-            again.finish(optimizer=optimizer)
-            result = replace(result, shares=again.shares())
+            seen = again.finish(optimizer=optimizer)
+            result = replace(result if together else seen, shares=again.shares())
         result = _whole_step(result, one.optimizer_seconds, pipeline.micro_batches / short.micro_batches)
         results.append(replace(result, seconds=step.ends[number] + one.optimizer_seconds))
     slowest = max(result.seconds for result in results)
