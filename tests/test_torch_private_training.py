@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch_private.stores import default_store
@@ -146,3 +147,19 @@ def test_ranks_can_be_imagined_and_their_meshes_flattened() -> None:
         assert mesh["data"].mesh.tolist() == [0, 1, 2, 3]
         dist.all_reduce(torch.ones(1))  # nobody answers, and nobody is waited for
     assert not dist.is_initialized()
+
+
+def sharded_product(world: int, before: int) -> None:
+    """A sum over tensor-parallel ranks, in a group whose name depends on how many were made before it."""
+    with imagined_process_group(world):
+        for _ in range(before):
+            dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+        left, right = torch.ones(4, 4), torch.ones(4, 4)
+        product = DTensor.from_local(left, mesh, [Shard(1)]) @ DTensor.from_local(right, mesh, [Shard(0)])
+        product.redistribute(placements=[Shard(0)]).to_local()
+
+
+def test_nothing_of_an_imagined_group_is_left_in_the_caches_of_tensors() -> None:
+    sharded_product(8, before=2)
+    sharded_product(8, before=0)  # the same mesh, whose groups have other names

@@ -31,6 +31,7 @@ def imagined_process_group(world: int) -> Iterator[None]:
     with needed_for("a dry run of several ranks"):
         store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
         functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+        forget = importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache
         before = {name: getattr(functional, name) for name in ("_maybe_wrap_tensor", "wait_tensor")}
         wrapper, wait = functional.AsyncCollectiveTensor, torch.ops._c10d_functional.wait_tensor
     dist.init_process_group("fake", store=store, rank=0, world_size=world)
@@ -58,6 +59,8 @@ def imagined_process_group(world: int) -> Iterator[None]:
         for name, plain in before.items():
             setattr(functional, name, plain)
         dist.destroy_process_group()
+        # DTensor knows what it did by meshes that are equal, and would use this one's groups for the next.
+        forget()
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], name: str) -> DeviceMesh:
