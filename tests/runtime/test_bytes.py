@@ -94,7 +94,7 @@ def pattern_of(name: str) -> Pattern:
 
 
 CASES = [
-    # Experts have many operators, and casts make the harder case of them.
+    # Experts have many operators.
     pytest.param(name, autocast, marks=[pytest.mark.slow] if name == "mixtral" else [])
     for name in MODELS
     for autocast in (False, True)

@@ -83,7 +83,7 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     say = say or _to_stderr
@@ -133,7 +133,8 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
         except (RendezvousError, RuntimeError, OSError) as error:
             if settings.nodes == 1:
                 raise
-            raise LaunchError(_not_met(settings, error) if not all_met else _lost(settings, error)) from error
+            lost = all_met and isinstance(error, RendezvousConnectionError)  # else they did not meet again
+            raise LaunchError(_lost(settings, error) if lost else _not_met(settings, error)) from error
         finally:  # what was set for the ranks is not for the caller
             forwarder.close()
             os.environ.clear()
