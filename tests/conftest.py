@@ -17,9 +17,10 @@ from support.ranks import Ranks
 # What a command keeps for the next one goes here, not into the home of whoever runs the tests.
 os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"lowtide-tests-{os.getuid()}")
 
-# The tests run in two processes on two cores. With two threads in each these wait for each other, and sums may be
-# split otherwise than in the run that they are compared with.
+# The tests run in two processes on two cores. With two threads in each, or in what they start, these wait for each
+# other, and sums may be split otherwise than in the run that they are compared with.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Two noisy cores: time says nothing about an example, and a failure must come again.
 settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
 import subprocess
@@ -46,7 +45,6 @@ def test_a_script_runs_as_its_docstring_says(script: Path, tmp_path: Path) -> No
     assert "--tiny" in arguments
     ended = subprocess.run(
         [sys.executable, *LAUNCHERS[launcher], *(str(script) if one == name else one for one in arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

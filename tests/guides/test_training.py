@@ -53,7 +53,6 @@ def train(directory: Path, text: str, more: dict[str, Any], processes: int) -> N
         "GLOG_v": "1",
         "MS_MEMORY_STATISTIC": "1",
         "ENABLE_LAZY_INLINE_NO_PIPELINE": "1",
-        "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -52,7 +52,7 @@ def start(namespace: str, node: int, directory: Path) -> subprocess.Popen[str]:
     for setting in ("runner_config.epochs", "runner_config.stop_step", "lr_schedule.total_steps"):
         command += ["--set", f"{setting}=1000000"]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": f"link{node}", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": f"link{node}", "PYTHONPATH": path}
     return subprocess.Popen(
         ["ip", "netns", "exec", namespace, *command],
         env=environment,

@@ -42,14 +42,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "run.yaml").write_text(json.dumps(run))
         command = [sys.executable, "-m", "lowtide", "train", "run.yaml", "--json", *flags]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            command,
-            cwd=tmp_path / name,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, cwd=tmp_path / name, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         running.append(process)
         return process
@@ -167,7 +161,7 @@ def test_a_launcher_that_gets_sigterm_twice_ends_its_ranks(tmp_path: Path) -> No
         f"settings = Launch(processes=2, log_dir=Path({str(tmp_path)!r}), stop_signals=stop_signals('none'))\n"
         f"sys.exit(launch('support.stand_in_rank', [{str(tmp_path)!r}, 'wait'], settings))\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     launcher = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + PATIENCE
