@@ -487,9 +487,12 @@ def _deepspeed(job: Job, stage: int) -> Trained:
     import deepspeed
     import torch.distributed as dist
 
+    from support.deepspeed_device import BACKEND, use_device
+
     os.environ.setdefault("LOCAL_RANK", "0")
+    use_device(job.device)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     model: Any = llama(job).train()
     if job.checkpointing:
         model.gradient_checkpointing_enable()
@@ -512,13 +515,14 @@ def _deepspeed(job: Job, stage: int) -> Trained:
         for step in _halves(job):
             total = 0.0
             for batch in data[step * job.accumulate : (step + 1) * job.accumulate]:
-                loss = engine(input_ids=batch, labels=batch).loss
+                tokens = batch.to(engine.device)
+                loss = engine(input_ids=tokens, labels=tokens).loss
                 engine.backward(loss)
                 engine.step()
                 total += loss.item()
             losses.append(total)
             if job.evaluate and step % 2:
-                _evaluate(job, engine, data[0])
+                _evaluate(job, engine, data[0].to(engine.device))
             if job.save is not None and step == (job.steps + 1) // 2 - 1:
                 engine.save_checkpoint(str(job.save))
                 saved = set(engine.module_state_dict())

@@ -53,7 +53,12 @@ def alone(one: Ranks) -> Any:
     return run
 
 
-SLOW = ("ep2 x fsdp2", "fixed loss scale", "hsdp 2 x 2", "cp2, recomputed", "cp2, per token", "attention swapped")
+SLOW = {
+    "ep2 x fsdp2", "ep2 x tp2", "tp2 x fsdp2", "hsdp 2 x 2", "cp2 x fsdp2", "cp2 x pp2", "cp2, recomputed",
+    "cp2, per token", "gpipe", "zero bubble V", "each micro-step reduced", "fixed loss scale", "attention swapped",
+    "fsdp2, compiled layers",
+}  # fmt: skip
+"""With every change each degree is tested by itself, and one pair; ``benchmarks/layouts.py`` has most of these too."""
 EXPERTS = ("fsdp2", "tp2", "pp2 interleaved")
 CASES = [
     pytest.param(
