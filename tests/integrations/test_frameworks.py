@@ -96,8 +96,8 @@ def test_gradient_checkpointing_that_is_on_beforehand_changes_nothing(name: str,
 
 
 def test_a_training_that_dies_without_it_survives(name: str, case: Case, fresh_tide: None) -> None:  # noqa: F811
-    if package(name) == "deepspeed":
-        pytest.skip("DeepSpeed runs on devices that it knows by name, and on the CPU")
+    if name == "deepspeed zero-3":
+        pytest.skip("refused")
     job, share = tight(name)
     tide.configure(capacity=1 << 30)
     torch.accelerator.reset_peak_memory_stats()

@@ -11,7 +11,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -482,6 +482,9 @@ def fabric_loop(job: Job) -> Trained:
 
 # DeepSpeed
 
+BUCKET = 1 << 14
+"""Elements; its own default alone would take 1.9 GiB."""
+
 
 def _deepspeed(job: Job, stage: int) -> Trained:
     import deepspeed
@@ -493,44 +496,48 @@ def _deepspeed(job: Job, stage: int) -> Trained:
     use_device(job.device)
     if not dist.is_initialized():
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-    model: Any = llama(job).train()
-    if job.checkpointing:
-        model.gradient_checkpointing_enable()
+    model = in_training(job)
     optimizer = optimizer_of(model)
     settings = {
         "train_micro_batch_size_per_gpu": job.rows,
         "gradient_accumulation_steps": job.accumulate,
         "bf16": {"enabled": job.bf16},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    with quiet():
+    with quiet(), ExitStack() as at_the_end:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+        at_the_end.callback(engine.destroy)  # its hooks hold its memory
+        return _engine_trained(job, engine)
+
+
+def _engine_trained(job: Job, engine: Any) -> Trained:
+    import deepspeed
+
     attachment = attached(job, engine)
     if job.resume is not None:
         engine.load_checkpoint(str(job.resume))
     data, losses, saved = batches(job), [], set[str]()
-    with quiet():
-        for step in _halves(job):
-            total = 0.0
-            for batch in data[step * job.accumulate : (step + 1) * job.accumulate]:
-                tokens = batch.to(engine.device)
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-                engine.step()
-                total += loss.item()
-            losses.append(total)
-            if job.evaluate and step % 2:
-                _evaluate(job, engine, data[0].to(engine.device))
-            if job.save is not None and step == (job.steps + 1) // 2 - 1:
-                engine.save_checkpoint(str(job.save))
-                saved = set(engine.module_state_dict())
+    for step in _halves(job):
+        total = 0.0
+        for batch in data[step * job.accumulate : (step + 1) * job.accumulate]:
+            tokens = batch.to(engine.device)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.item()
+        losses.append(total)
+        if job.evaluate and step % 2:
+            _evaluate(job, engine, data[0].to(engine.device))
+        if job.save is not None and step == (job.steps + 1) // 2 - 1:
+            engine.save_checkpoint(str(job.save))
+            saved = set(engine.module_state_dict())
     if attachment is not None:
         attachment.remove()
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-        state = state_of(model)
-    engine.destroy()
+    partitioned = engine.zero_optimization_stage() == 3
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=partitioned):
+        state = state_of(engine.module)
     return Trained(losses, state, saved, attachment)
 
 
