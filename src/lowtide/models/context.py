@@ -3,6 +3,9 @@
 Ranks exchange heads for tokens before attention and tokens for heads after it (all-to-all, as DeepSpeed Ulysses has
 it). So any attention kernel and any mask serves, every rank has the same work, and each head is computed as on one
 rank. Torch's own context parallel replaces attention kernels that a CPU does not have.
+
+``lowtide_even_group`` says that all ranks do the same in it: see [Note: where a recomputed layer stops] in
+:mod:`lowtide.runtime.recompute`.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ class ToHeads(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group = group
+        self.lowtide_even_group = group
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = (
-            _Exchanged.apply(one, self.group, _to_heads, _to_tokens) for one in (queries, keys, values)
+            _Exchanged.apply(one, self.lowtide_even_group, _to_heads, _to_tokens) for one in (queries, keys, values)
         )
         return queries, keys, values
 
@@ -38,10 +41,10 @@ class ToTokens(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group = group
+        self.lowtide_even_group = group
 
     def forward(self, mixed: Tensor) -> Tensor:
-        returned: Tensor = _Exchanged.apply(mixed.unsqueeze(-2), self.group, _to_tokens, _to_heads)
+        returned: Tensor = _Exchanged.apply(mixed.unsqueeze(-2), self.lowtide_even_group, _to_tokens, _to_heads)
         return returned.flatten(-2)
 
 

@@ -49,6 +49,9 @@ from lowtide.runtime.refuse import is_left_alone
 
 __all__ = ["may_stop_early", "recompute_layer"]
 
+EVEN_GROUP = "lowtide_even_group"
+"""The attribute by which a module names the group in which all ranks give and get as much as each other."""
+
 
 def recompute_layer(forward: Function, layer: nn.Module, policy: Policy, ledger: Ledger, line: Line) -> Function:
     """The forward of a layer that is recomputed as a whole, with its communication as the Policy says."""
@@ -122,15 +125,16 @@ def may_stop_early(layer: nn.Module, groups: frozenset[str]) -> bool:
     [Note: where a recomputed layer stops]
     Torch's checkpoint stops a recomputation once it has all that was saved. Where that is depends on what the layer
     saved, and so on this rank's control flow. Tensor-parallel ranks have the same tokens and stop at the same point.
-    Ranks that exchange tokens do not: one whose experts got none may have saved nothing after the exchange, stops
-    before it, and leaves the others waiting there. The same goes for modules inside the layer that gather their own
-    shards. Such layers run to their end.
+    Context-parallel ranks have as many of them: a module that exchanges heads for tokens says so, by an attribute that
+    names its group. Ranks that send tokens to experts differ: one whose experts got none may have saved nothing after
+    the exchange, stops before it, and leaves the others waiting there. The same goes for modules inside the layer that
+    gather their own shards. Such layers run to their end.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    tensor = tensor_parallel_group(layer)
     nested = any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
-    return not nested and groups <= {tensor.group_name if tensor is not None else ""}
+    alike = {tensor_parallel_group(layer), *(getattr(module, EVEN_GROUP, None) for module in layer.modules())}
+    return not nested and groups <= {group.group_name for group in alike if group is not None}
 
 
 class _Groups(TorchFunctionMode):
