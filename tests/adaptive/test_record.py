@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowtide.adaptive.journal import Journal
 from lowtide.adaptive.record import AdaptEvent, AdaptRecord, AdaptStep, Kind, Phase, load_record, save_record
 from lowtide.errors import ReportError
 
@@ -37,6 +38,26 @@ def test_a_saved_record_replaces_the_earlier_one_and_leaves_nothing_else(tmp_pat
     save_record(AdaptRecord(budget=2), file)
     assert load_record(file) == AdaptRecord(budget=2)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_record_of_a_long_run_stays_short() -> None:
+    journal = Journal(None, print, None, lambda: None, verbose=False, first=True)
+    for number in range(1, 30_001):
+        planned = number > 5
+        step = AdaptStep(number, 1.0, number, "planned" if planned else "measuring", rescued=number % 7 == 0)
+        journal.ended(step)
+        if step.rescued:
+            journal.note(number, "rescued", "an operator lacked memory")
+    journal.note(30_000, "replanned", "memory was missing")
+    steps, events = journal.steps, journal.events
+    assert len(steps) <= 4096
+    assert len(events) <= 4096
+    assert [step.step for step in steps[:5]] == [1, 2, 3, 4, 5]
+    assert [step.step for step in steps[-2000:]] == list(range(28_001, 30_001))
+    assert sum(step.rescued for step in steps) == 30_000 // 7
+    assert [step.step for step in steps] == sorted(step.step for step in steps)
+    assert {step.seconds for step in steps} == {1.0}
+    assert events[-1].kind == "replanned"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.cost.device import Device
+from lowtide.planner.kept import forget_simulations
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import UNBOUNDED, Plan
@@ -81,7 +82,10 @@ def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = Tru
     there is no Policy, since the rescue can offload more than any Policy; if the run is not ``rescued``, every layer is
     recomputed. After OOMs that leave too little for any plan, the run goes on with the Policy that takes least.
     """
-    return replace(_decided(situation, settings, rescued=rescued), capacity=situation.capacity)
+    try:
+        return replace(_decided(situation, settings, rescued=rescued), capacity=situation.capacity)
+    finally:
+        forget_simulations()
 
 
 def _decided(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> Decided:

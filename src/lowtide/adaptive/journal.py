@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowtide.adaptive.decide import Decided
-from lowtide.adaptive.record import RECORD_FILE, AdaptEvent, AdaptRecord, AdaptStep, Kind, save_record
+from lowtide.adaptive.record import (
+    RECORD_FILE,
+    AdaptEvent,
+    AdaptRecord,
+    AdaptStep,
+    Kind,
+    save_record,
+    shorten_events,
+    shorten_steps,
+)
 from lowtide.planner.plan import Plan
 from lowtide.planner.plan_file import save_plan
 from lowtide.trace.trace import Trace
@@ -50,12 +59,14 @@ class Journal:
     def note(self, step: int, kind: Kind, text: str) -> None:
         """Record and print an event in a step, or after it."""
         self.events.append(AdaptEvent(step, kind, text))
+        shorten_events(self.events)
         if self.say is not None:
             self._print(self.say, f"step {step}: {text}")
 
     def ended(self, step: AdaptStep) -> None:
         """Record a step; save the record now and then."""
         self.steps.append(step)
+        shorten_steps(self.steps)
         if step.step % SAVE_EVERY == 0:
             self.save()
 

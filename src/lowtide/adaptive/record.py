@@ -11,11 +11,25 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from lowtide.errors import ReportError
 
-__all__ = ["RECORD_FILE", "AdaptEvent", "AdaptRecord", "AdaptStep", "Kind", "Phase", "load_record", "save_record"]
+__all__ = [
+    "RECORD_FILE",
+    "AdaptEvent",
+    "AdaptRecord",
+    "AdaptStep",
+    "Kind",
+    "Phase",
+    "load_record",
+    "save_record",
+    "shorten_events",
+    "shorten_steps",
+]
 
 FORMAT = 1
 RECORD_FILE = "adaptive.json"
 """Its name in a run directory."""
+
+MOST = 4096
+"""The most steps, and events, of a record: it is in memory, and is written every fifty steps."""
 
 Phase = Literal["measuring", "planned"]
 """Whether a step ran before the plan, under the safe Policy or profiled, or under the plan's Policy."""
@@ -48,6 +62,44 @@ class AdaptStep(NamedTuple):
     """Failed allocations that it survived, by offloading tensors or by a retry of the step."""
     peak_allocated: int = 0
     """The most bytes that were in use; what is reserved beyond them was not."""
+
+
+def shorten_steps(steps: list[AdaptStep]) -> None:
+    """In a list that has grown long, make one row of two planned steps of the older half.
+
+    It has the later one's number, their mean time, the higher peaks, and the failed allocations of both.
+    """
+    if len(steps) <= MOST:
+        return
+    shorter: list[AdaptStep] = []
+    single = False
+    for step in steps[: MOST // 2]:
+        if single and shorter[-1].phase == step.phase == "planned":
+            shorter[-1], single = _both(shorter[-1], step), False
+        else:
+            shorter.append(step)
+            single = True
+    steps[: MOST // 2] = shorter
+
+
+def _both(one: AdaptStep, other: AdaptStep) -> AdaptStep:
+    return AdaptStep(
+        step=other.step,
+        seconds=(one.seconds + other.seconds) / 2,
+        peak_reserved=max(one.peak_reserved, other.peak_reserved),
+        phase=other.phase,
+        rescued=one.rescued + other.rescued,
+        peak_allocated=max(one.peak_allocated, other.peak_allocated),
+    )
+
+
+def shorten_events(events: list[AdaptEvent]) -> None:
+    """In a list that has grown long, leave out every second rescue of the older half."""
+    if len(events) <= MOST:
+        return
+    older = events[: MOST // 2]
+    dropped = {id(event) for event in [event for event in older if event.kind in ("rescued", "retried")][::2]}
+    events[: MOST // 2] = [event for event in older if id(event) not in dropped]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.allocator import Allocator, Block, Limit
 from lowtide.planner.expandable import ExpandableAllocator
+from lowtide.planner.kept import Kept
 from lowtide.planner.lanes import Lanes
 from lowtide.planner.simulation import Lane, Moment, Span
 from lowtide.trace.layout import group_channel
@@ -57,8 +58,8 @@ class Timed(NamedTuple):
     """For a collective, whether its stream waits for it at once."""
 
 
-_timed: dict[tuple[int, int], tuple[Part, Device, tuple[Timed, ...]]] = {}
-"""By the identity of a part and a device, which are held so that it stays theirs: many Policies are simulated."""
+_timings: Kept[tuple[Part, Device, tuple[Timed, ...]]] = Kept(1024)
+"""By the identity of a part and a device, which are held so that it stays theirs."""
 
 
 class Rank:
@@ -144,14 +145,11 @@ class Rank:
 
     def timed(self, part: Part) -> tuple[Timed, ...]:
         """The seconds of a part's kernels."""
-        key = (id(part), id(self.device))
-        known = _timed.get(key)
-        if known is None:
-            if len(_timed) > 1024:
-                _timed.clear()
-            found = tuple(_timed_kernel(self.device, one) for one in part.kernels)
-            known = _timed[key] = (part, self.device, found)
-        return known[2]
+        device = self.device
+        timed = _timings.get(
+            (id(part), id(device)), lambda: (part, device, tuple(_timed_kernel(device, one) for one in part.kernels))
+        )
+        return timed[2]
 
     def run(self, kernel: Timed) -> None:
         """Issue a kernel."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lowtide.cost.kernel import kernel_seconds
+from lowtide.planner.kept import Kept
 from lowtide.planner.rank import Rank, Storage, Timed
 from lowtide.trace.trace import Event, Kernel, Part, Sync
 
@@ -40,16 +41,12 @@ class Sharing:
     """How they are reduced."""
 
 
-_known: dict[str, Sharing | None] = {}
+_sharings: Kept[Sharing | None] = Kept(256)
 
 
 def sharing_of(part: Part) -> Sharing | None:
     """What FSDP does in a part; None where it does nothing."""
-    if part.digest not in _known:
-        if len(_known) > 256:
-            _known.clear()
-        _known[part.digest] = _sharing(part)
-    return _known[part.digest]
+    return _sharings.get(part.digest, lambda: _sharing(part))
 
 
 def _sharing(part: Part) -> Sharing | None:

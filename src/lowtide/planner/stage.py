@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lowtide.cost.device import Device
 from lowtide.planner.allocator import Limit
 from lowtide.planner.boundaries import StageEnds
 from lowtide.planner.casts import cast_weights, without_casts
 from lowtide.planner.instance import Instance
+from lowtide.planner.kept import Kept
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.program import Program, codes_of, compile_part
 from lowtide.planner.rank import Rank, Storage
@@ -203,25 +204,18 @@ def _is_split(pipeline: Pipeline) -> bool:
     return pipeline.stages * pipeline.chunks > 1
 
 
-PROGRAMS = 512
-"""The most compiled programs that are kept for other simulations: some 70 kB each, in processes that train."""
-
-_compiled: dict[Any, Program] = {}
+_programs: Kept[Program] = Kept(512)  # some 70 kB each
 
 
 def _compile(part: Part, decided: Decided, due: frozenset[int], noticed: bool, split: bool) -> Program:
     decisions, boundary, whole = decided
-    key = (part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split)
-    found = _compiled.get(key)
-    if found is None:
-        if len(_compiled) >= PROGRAMS:
-            del _compiled[next(iter(_compiled))]  # the oldest
-        compiled = partial(compile_part, boundary=boundary, whole=whole, due_before=due, noticed=noticed)
-        found = compiled(without_casts(part) if split else part, decisions)
-        if split and whole:
-            found = replace(found, alone=compiled(part, decisions).again)
-        _compiled[key] = found
-    return found
+
+    def compiled() -> Program:
+        compiling = partial(compile_part, boundary=boundary, whole=whole, due_before=due, noticed=noticed)
+        found = compiling(without_casts(part) if split else part, decisions)
+        return replace(found, alone=compiling(part, decisions).again) if split and whole else found
+
+    return _programs.get((part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split), compiled)
 
 
 def _allocate(rank: Rank, sizes: Sequence[int], what: str, layer: int | None) -> None:

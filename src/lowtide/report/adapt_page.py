@@ -37,7 +37,7 @@ _NAMES = {"measuring": "measuring, under the safe policy", "planned": "under the
 
 def adaptive_sentence(record: AdaptRecord) -> str:
     """The run in one sentence."""
-    steps = len(record.steps)
+    steps = record.steps[-1].step if record.steps else 0
     parts = [f"{steps} step{'s' if steps != 1 else ''}"]
     measuring = [step.seconds for step in record.steps if step.phase == "measuring"]
     planned = [step.seconds for step in record.steps if step.phase == "planned"]
