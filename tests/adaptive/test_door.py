@@ -170,7 +170,14 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("given", "idle"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        pytest.param(True, False, marks=pytest.mark.slow),
+        (False, False),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_copies_on_ranks_choose_by_themselves_and_one_may_skip_the_model(ranks: Ranks, given: bool, idle: bool) -> None:
     expected = ranks.run(on_ranks, False, given, idle, False)
     found = ranks.run(on_ranks, True, given, idle, False)

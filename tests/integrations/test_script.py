@@ -24,7 +24,9 @@ def written(folder: Path, text: str) -> Path:
     ("name", "capacity", "said"),
     [
         ("nanogpt", 20 << 20, ["attached to GPT, 6 layers at 'h', stepped by AdamW"]),
-        ("gan", 60 << 20, ["attached to Sequential, 6 layers, stepped by Adam"] * 2),
+        pytest.param(
+            "gan", 60 << 20, ["attached to Sequential, 6 layers, stepped by Adam"] * 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_script_that_dies_alone_survives_with_the_same_results(

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("fsdp", "tensor, sequence", "pipeline", "fsdp, attention swapped")
+QUICK = ("pipeline", "fsdp, attention swapped")
 
 
 def losses(model: str, settings: dict[str, Any]) -> list[tuple[str, float | None]]:

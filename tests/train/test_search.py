@@ -96,6 +96,7 @@ def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take() -> None
         assert least_memory(candidate, size) <= plan.simulation.reserved
 
 
+@pytest.mark.slow
 def test_the_fastest_of_all_layouts_is_found() -> None:
     few = replace(ASKED, devices=2, global_batch=4)
     searched = search(few, workers=1)
