@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 from lowtide import LayerPolicy, Recompute
-from lowtide.adaptive.decide import Decided, Situation, decide
+from lowtide.adaptive.decide import Decided, Situation, decide, safe_policy
 from lowtide.adaptive.settings import AdaptSettings
+from lowtide.planner.cache import caches
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import even_pipeline
+from lowtide.planner.simulate import simulate
 from support.traced_cases import DEVICE, hand_made_trace
 
 LAYERS = 8
@@ -41,6 +43,13 @@ def test_what_fits_the_capacity_less_its_margin_is_planned() -> None:
     assert found.plan.feasible
     assert found.policy == found.plan.policy
     assert found.budget <= PLENTY - (1 << 20)
+
+
+def test_nothing_of_a_plan_is_left_in_the_process_that_trains() -> None:
+    simulate(TRACE, safe_policy(LAYERS), DEVICE)
+    assert any(cache.values for cache in caches())
+    decided(PLENTY)
+    assert not any(cache.values for cache in caches())
 
 
 def test_a_device_that_does_not_say_what_it_has_is_planned_for_without_a_budget() -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.cost.device import Device
-from lowtide.planner.kept import forget_simulations
+from lowtide.planner.cache import clear_caches
 from lowtide.planner.make import make_plan
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.plan import UNBOUNDED, Plan
@@ -85,7 +85,7 @@ def decide(situation: Situation, settings: AdaptSettings, *, rescued: bool = Tru
     try:
         return replace(_decided(situation, settings, rescued=rescued), capacity=situation.capacity)
     finally:
-        forget_simulations()
+        clear_caches()
 
 
 def _decided(situation: Situation, settings: AdaptSettings, *, rescued: bool) -> Decided:

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from lowtide.cost.device import Device
 from lowtide.cost.kernel import kernel_seconds
 from lowtide.planner.allocator import Allocator, Block, Limit
+from lowtide.planner.cache import Cache
 from lowtide.planner.expandable import ExpandableAllocator
-from lowtide.planner.kept import Kept
 from lowtide.planner.lanes import Lanes
 from lowtide.planner.simulation import Lane, Moment, Span
 from lowtide.trace.layout import group_channel
@@ -58,7 +58,7 @@ class Timed(NamedTuple):
     """For a collective, whether its stream waits for it at once."""
 
 
-_timings: Kept[tuple[Part, Device, tuple[Timed, ...]]] = Kept(1024)
+_timings: Cache[tuple[Part, Device, tuple[Timed, ...]]] = Cache(1024)
 """By the identity of a part and a device, which are held so that it stays theirs."""
 
 

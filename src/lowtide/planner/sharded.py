@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lowtide.cost.kernel import kernel_seconds
-from lowtide.planner.kept import Kept
+from lowtide.planner.cache import Cache
 from lowtide.planner.rank import Rank, Storage, Timed
 from lowtide.trace.trace import Event, Kernel, Part, Sync
 
@@ -41,7 +41,7 @@ class Sharing:
     """How they are reduced."""
 
 
-_sharings: Kept[Sharing | None] = Kept(256)
+_sharings: Cache[Sharing | None] = Cache(256)
 
 
 def sharing_of(part: Part) -> Sharing | None:

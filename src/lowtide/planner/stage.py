@@ -11,9 +11,9 @@ from typing import TypeAlias
 from lowtide.cost.device import Device
 from lowtide.planner.allocator import Limit
 from lowtide.planner.boundaries import StageEnds
+from lowtide.planner.cache import Cache
 from lowtide.planner.casts import cast_weights, without_casts
 from lowtide.planner.instance import Instance
-from lowtide.planner.kept import Kept
 from lowtide.planner.pipeline import Pipeline
 from lowtide.planner.program import Program, codes_of, compile_part
 from lowtide.planner.rank import Rank, Storage
@@ -204,7 +204,7 @@ def _is_split(pipeline: Pipeline) -> bool:
     return pipeline.stages * pipeline.chunks > 1
 
 
-_programs: Kept[Program] = Kept(512)  # some 70 kB each
+_programs: Cache[Program] = Cache(512)  # some 70 kB each
 
 
 def _compile(part: Part, decided: Decided, due: frozenset[int], noticed: bool, split: bool) -> Program:
