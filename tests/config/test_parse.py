@@ -97,9 +97,9 @@ def bomb(levels: int) -> str:
     ids=["aliases", "depth", "mixed", "size"],
 )
 def test_size_depth_and_aliases_are_bounded(text: str, words: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     assert words in error(text).message
-    assert time.perf_counter() - start < 5.0  # a bound on cost, with room for a busy machine
+    assert time.thread_time() - start < 5.0
 
 
 def test_a_file_that_cannot_be_read_is_an_error_not_a_traceback(tmp_path: Path) -> None:

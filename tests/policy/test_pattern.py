@@ -82,9 +82,9 @@ def test_patterns_that_could_take_very_long_are_refused(text: str) -> None:
 
 def test_slowest_pattern_that_is_allowed_is_fast() -> None:
     tree = NameTree.of(["a" * 60 + ".b"])
-    start = time.perf_counter()
+    start = time.thread_time()
     Pattern("a*a*a*a*x", "path").matches(tree)
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,9 @@ def test_a_summary_stays_short_for_thousands_of_ranks() -> None:
 
 def test_noting_a_place_costs_next_to_nothing(tmp_path: Path) -> None:
     watchdog = Watchdog(tmp_path, rank=0, world_size=1)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for step in range(100_000):
         watchdog.at("forward", step)
-    seconds = (time.perf_counter() - begin) / 100_000
+    seconds = (time.thread_time() - begin) / 100_000
     watchdog.close()
     assert seconds < 5e-6
