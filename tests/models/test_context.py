@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.models.context import ToHeads, ToTokens
-from lowtide.policy import Policy, Recompute
+from lowtide.policy import Pattern, Policy, Recompute, Rule
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("layouts")
@@ -76,3 +79,45 @@ def test_a_recomputed_layer_stops_early_where_ranks_are_known_to_do_the_same(
     for counts, same in ranks.run(_recomputed, even):
         assert same
         assert counts[-1] == calls
+
+
+def _reissued() -> tuple[int, int, list[str], bool]:
+    """How many exchanges a step issues alone and with each exchange to be recomputed, what is kept, and whether
+    gradients are the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(even=True), Layer(even=True))
+    given = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step() -> tuple[int, list[Tensor | None]]:
+        model.zero_grad(set_to_none=True)
+        with _Exchanges() as seen:
+            model(given).square().sum().backward()
+        return seen.count, [parameter.grad for parameter in model.parameters()]
+
+    alone, expected = step()
+    rules = [Rule(Pattern(name, "path"), Recompute()) for name in ("to_heads", "to_tokens")]
+    with lowtide.apply(model, Policy.uniform(rules)) as handle:
+        for _ in range(3):
+            with_rules, found = step()
+        same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+        return alone, with_rules, sorted({name for _, name in handle.kept}), same
+
+
+class _Exchanges(TorchDispatchMode):
+    """Counts all-to-alls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "all_to_all" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_exchange_that_puts_rows_in_order_is_kept_and_not_issued_again_for_nothing(ranks: Ranks) -> None:
+    for alone, with_rules, kept, same in ranks.run(_reissued):
+        assert same
+        assert alone > 0
+        assert with_rules == alone
+        assert kept == ["to_heads", "to_tokens"]

@@ -28,7 +28,8 @@ class OperatorBytes(NamedTuple):
     random: bool
     """Whether it draws random numbers, which a rebuild has to draw again."""
     repeatable: bool
-    """Whether its call can be replayed: it wrote into none of its inputs, and nothing did afterwards."""
+    """Whether its call can be replayed: it wrote into none of its inputs, nothing did afterwards, and of what it
+    received from other ranks it made nothing else."""
     consumers: tuple[str, ...]
     """The operators that read its value."""
 

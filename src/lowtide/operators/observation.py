@@ -60,7 +60,8 @@ class Call(NamedTuple):
     random: bool
     """Whether it drew random numbers."""
     repeatable: bool
-    """False if it wrote into its inputs, or if they were written to afterwards: its call cannot be replayed."""
+    """False if its call cannot be replayed: it wrote into its inputs, or they were written to afterwards, or it made
+    something of what its collectives gave."""
     communicates: bool = False
     """Whether it is a collective, or issues some inside."""
 

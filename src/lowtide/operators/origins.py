@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -60,6 +61,8 @@ class OpenCall:
         self.inputs: dict[int, int] = {}
         self.made: set[int] = set()
         """The numbers of the storages that it made."""
+        self.received: set[int] = set()
+        """Those of them that a collective filled."""
         self.writes = self.random = self.communicates = False
         self.repeatable = True
 
@@ -69,6 +72,15 @@ class OpenCall:
             self.reads[origin.owner] = None
         if origin.source != "static":
             self.inputs[origin.number] = storage_bytes(tensor)
+
+    def returns(self, numbers: Iterable[int]) -> None:
+        """It communicates, and returns these storages.
+
+        Only its collectives are issued again, never the whole call: see [Note: re-issued collectives] in
+        :mod:`lowtide.runtime.collectives`. What it made of their results, such as the rows of an exchange put in order,
+        is kept; and so it must not be issued again for nothing.
+        """
+        self.repeatable &= not self.made.difference(self.received).intersection(numbers)
 
     def close(self) -> Call:
         """The call as plain data."""

@@ -168,9 +168,13 @@ class Profiler:
 
     def call_ends(self, output: Any) -> None:
         if self.open is not None:  # None if it was interrupted before it was noted
-            self.calls.append(self.open)
+            returned, call = tensors_of(output), self.open
+            self.calls.append(call)
             self.open = None
-            for tensor in tensors_of(output):
+            if call.communicates:
+                with DisableTorchFunction():  # these calls are not the layer's
+                    call.returns([self.origins.of(tensor).number for tensor in returned])
+            for tensor in returned:
                 self._quietly(self._note_version, tensor)
 
     def collective_begins(self, name: str) -> None:
@@ -197,7 +201,10 @@ class Profiler:
                 self.open.repeatable = False  # a buffer of its own, such as running statistics
             self.packs = [pack._replace(rewritten=True) if pack.storage == number else pack for pack in self.packs]
         if self.open is not None:
-            self.open.made.update(self.origins.of(tensor).number for tensor in made)
+            numbers = [self.origins.of(tensor).number for tensor in made]
+            self.open.made.update(numbers)
+            if func.namespace in COLLECTIVE_NAMESPACES:
+                self.open.received.update(numbers)
         if name in _FACTORIES:
             return
         origins = [self.origins.of(tensor) for tensor in given]

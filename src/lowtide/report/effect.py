@@ -58,8 +58,9 @@ def remarks(one: SettingEffect) -> Iterator[str]:
     elif one.idle:
         yield f"{name}: recomputing {', '.join(one.idle)} saves nothing: the inputs would have to be held instead"
     if one.kept:
-        yield f"{name}: kept all the same, since an input is written to and the call cannot be replayed: " + ", ".join(
-            one.kept
+        yield (
+            f"{name}: kept all the same, since the call cannot be replayed (an input is written to, or it makes"
+            f" something of what other ranks sent): {', '.join(one.kept)}"
         )
     if setting.action.startswith("swap") and one.freed == 0 and (setting.decided or not setting.operators):
         yield f"{name}: swapping it frees nothing: {_hold(setting.decided)} nothing for backward"
