@@ -189,7 +189,7 @@ def test_copies_on_ranks_choose_by_themselves_and_one_may_skip_the_model(ranks: 
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_whose_layers_communicate_agree_on_the_longest_batch_of_them(ranks: Ranks, given: bool) -> None:
     expected = ranks.run(on_ranks, False, given, False, True)
     found = ranks.run(on_ranks, True, given, False, True)

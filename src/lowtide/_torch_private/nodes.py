@@ -62,7 +62,7 @@ def node_sequence(node: Any) -> int:
 def is_own_output(tensor: Tensor) -> bool:
     """Whether ``tensor``, which is just being saved, is saved by the very node that made it."""
     node: Any = tensor.grad_fn
-    return node is not None and node_sequence(node) == node_number() - 1
+    return node is not None and node._sequence_nr() == node_number() - 1  # no call of ours: every saved tensor pays
 
 
 node_number: Callable[[], int] = _get_sequence_nr

@@ -37,7 +37,7 @@ PackHook: TypeAlias = Callable[[Tensor], Saved]
 
 def unpack(saved: Saved) -> Tensor:
     """Give autograd back what it saved."""
-    return unpack_once(_tensor_of, saved)
+    return saved.tensor() if type(saved) is Kept else unpack_once(_tensor_of, saved)  # nearly all of it is kept
 
 
 def _tensor_of(saved: Saved) -> Tensor:
@@ -51,7 +51,7 @@ _seen_halves = False
 
 def unpack_once(unpack: Callable[[_Packed], Tensor], packed: _Packed) -> Tensor:
     """What ``unpack`` gives; if a later half of this backward needs it too, that half gets the same tensor."""
-    if (_seen_halves or keeps_graph()) and type(packed) is not Kept:
+    if _seen_halves or keeps_graph():
         return _unpack_in_halves(unpack, packed)
     return unpack(packed)
 

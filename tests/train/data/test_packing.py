@@ -67,32 +67,32 @@ def packed(files: str, **config: Any) -> dict[str, Any]:
     return {"train_dataset": {"data_loader": {"sizes": None, **loader}}}
 
 
+TWO_TENSOR = {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}
+
+
 @pytest.mark.xdist_group("layouts")
-def test_sharded_ranks_train_the_same(files: str, one: Ranks, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TWO_TENSOR, id="tensor"),
+        pytest.param({**data(1, 4), "parallel_config.context_parallel": 2}, id="context"),
+        pytest.param({**TWO_TENSOR, "model.model_config.head_loss": "chunked"}, id="chunked", marks=pytest.mark.slow),
+        pytest.param(data(2, 2), id="data", marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_ranks_train_the_same(layout: dict[str, Any], files: str, one: Ranks, ranks: Ranks) -> None:
     settings = {
         "train_dataset": packed(files, reset_attention_mask=True, reset_position_ids=True)["train_dataset"],
         "recompute_config.select_recompute": {"attention\\.flash_attention": True},
     }
-    tensor = {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}
-    chunked = {**tensor, "model.model_config.head_loss": "chunked"}
-    layouts = (
-        ("one", one, data(1, 4)),
-        ("tensor", ranks, tensor),
-        ("chunked", ranks, chunked),
-        ("data", ranks, data(2, 2)),
-        ("context", ranks, {**data(1, 4), "parallel_config.context_parallel": 2}),
-    )
-    losses = {
-        name: [record.loss for record in where.run(runs.records_of, MODELS["llama"], {**layout, **settings}, 2)[0]]
-        for name, where, layout in layouts
-    }
-    assert losses["tensor"] == pytest.approx(losses["one"], rel=1e-5)
-    assert losses["chunked"] == pytest.approx(losses["one"], rel=1e-5)
-    assert losses["data"] == pytest.approx(losses["one"], rel=1e-5)
-    assert losses["context"] == pytest.approx(losses["one"], rel=1e-5)
+    alone = _losses(one, {**data(1, 4), **settings})
+    assert _losses(ranks, {**layout, **settings}) == pytest.approx(alone, rel=1e-5)
     whole = {"train_dataset": packed(files)["train_dataset"]}
-    plain = one.run(runs.records_of, MODELS["llama"], {**data(1, 4), **whole}, 2)[0]
-    assert plain[0].loss != pytest.approx(losses["one"][0], rel=1e-5)
+    assert _losses(one, {**data(1, 4), **whole})[0] != pytest.approx(alone[0], rel=1e-5)
+
+
+def _losses(where: Ranks, settings: dict[str, Any]) -> list[float]:
+    return [record.loss for record in where.run(runs.records_of, MODELS["llama"], settings, 2)[0]]
 
 
 def test_what_cannot_be_done_is_refused_and_what_can_is_trained(files: str, tmp_path: Path) -> None:
