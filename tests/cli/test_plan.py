@@ -180,6 +180,18 @@ def test_a_directory_that_is_not_there_is_found_before_anything_is_planned(trace
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "budget=40GiB,80GiB")], ids=["one", "sweep"])
+def test_a_page_that_cannot_be_drawn_is_refused_before_anything_is_planned(
+    sweep: tuple[str, ...], trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    budget = () if sweep else ("--budget", "80GiB", "--save", tmp_path / "plan.json")
+    code, out, err = run("plan", trace, *sweep, *budget, "--html", tmp_path / "plan.html")
+    assert (code, out) == (1, "")
+    assert "pip install 'lowtide[report]'" in err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", ["plan", "explain", "report"])
 def test_help_has_an_example(command: str) -> None:
     code, out, _ = run(command, "--help")

@@ -115,7 +115,7 @@ class _Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_exchange_that_puts_rows_in_order_is_kept_and_not_issued_again_for_nothing(ranks: Ranks) -> None:
+def test_an_exchange_that_puts_rows_in_order_is_kept_and_not_reissued_for_nothing(ranks: Ranks) -> None:
     for alone, with_rules, kept, same in ranks.run(_reissued):
         assert same
         assert alone > 0

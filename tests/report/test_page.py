@@ -239,6 +239,6 @@ def test_a_plan_without_details_has_a_page_without_their_pictures(plan: Plan) ->
 
 
 def test_a_missing_plotly_is_named_with_the_extra(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ReportError, match=r"pip install 'lowtide\[report\]'"):
         make_page(plan)

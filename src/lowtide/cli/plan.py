@@ -20,7 +20,7 @@ def _file(*names: str, text: str) -> Any:
 
 Output = Annotated[Path | None, _file("--output", "-o", text="The Policy, as JSON, or as YAML by its suffix.")]
 Yaml = Annotated[Path | None, _file("--yaml", text="The Policy, as MindSpore YAML.")]
-Html = Annotated[Path | None, _file("--html", text="A report: one page that needs no network.")]
+Html = Annotated[Path | None, _file("--html", text="A report: one page; needs the extra lowtide\\[report].")]
 Perfetto = Annotated[Path | None, _file("--perfetto", text="The simulated step, for ui.perfetto.dev.")]
 TraceOut = Annotated[Path | None, _file("--trace-out", text="The Trace, to plan from again.")]
 Save = Annotated[Path | None, _file("--save", text="The whole plan, as `lowtide report` reads it.")]
@@ -71,7 +71,7 @@ def plan(
         sweep_inputs(inputs, sweep, page=html, as_json=as_json, others=others)
         return
     files = {"policy": output, "yaml": yaml, "page": html, "perfetto": perfetto, "trace": trace_out, "plan": save}
-    found = plan_inputs(inputs, tuple(files.values()))
+    found = plan_inputs(inputs, tuple(files.values()), page=html)
     # Before anything is printed: a reader of the output that stops early, such as `head`, does not cost the files.
     written = [_write(what, file, found, inputs.source) for what, file in files.items() if file is not None]
     if as_json:

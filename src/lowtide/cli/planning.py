@@ -257,16 +257,16 @@ class Planned(NamedTuple):
     """What the layout was chosen from, where it was searched for."""
 
 
-def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
+def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = (), *, page: Path | None = None) -> Planned:
     """Trace what is given and plan it; prints the error and exits with 1 if that fails.
 
-    What is wrong with the arguments, or with the directories of ``files`` that are written later, is found before torch
-    is imported.
+    What is wrong with the arguments, or with the directories of ``files`` and of a ``page`` that are written later, is
+    found before torch is imported.
     """
     from lowtide.cli.console import make_console
 
     console = make_console(stderr=True)
-    with planning(files):
+    with planning(files, page=page):
         if searches(inputs):
             with console.status("searching layouts") as status:  # shown on a terminal only
                 return search_layouts(inputs, status.update)
@@ -280,7 +280,7 @@ def plan_inputs(inputs: Inputs, files: Sequence[Path | None] = ()) -> Planned:
 
 
 @contextmanager
-def planning(files: Sequence[Path | None] = ()) -> Iterator[None]:
+def planning(files: Sequence[Path | None] = (), *, page: Path | None = None) -> Iterator[None]:
     """Around what is planned: an error is printed in one line, with exit code 1."""
     import gc
     import os
@@ -290,7 +290,11 @@ def planning(files: Sequence[Path | None] = ()) -> Iterator[None]:
     gc.enable()  # the entry point turned it off for commands that end at once
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        _check_directories(files)
+        _check_directories([*files, page])
+        if page is not None:
+            from lowtide.report.frame import require_plotly
+
+            require_plotly()
         yield
     except LowtideError as error:
         typer.echo(f"error: {error}", err=True)

@@ -80,7 +80,7 @@ def sweep_inputs(
     from lowtide.cli.console import make_console
     from lowtide.report.sweep import print_sweep, sweep_as_json
 
-    with planning([page]):
+    with planning(page=page):
         asked = parse_range(text)
         given = [name for name, file in others.items() if file is not None]
         if given:

@@ -76,9 +76,9 @@ class OpenCall:
     def returns(self, numbers: Iterable[int]) -> None:
         """It communicates, and returns these storages.
 
-        Only its collectives are issued again, never the whole call: see [Note: re-issued collectives] in
+        Only its collectives are re-issued, never the whole call: see [Note: re-issued collectives] in
         :mod:`lowtide.runtime.collectives`. What it made of their results, such as the rows of an exchange put in order,
-        is kept; and so it must not be issued again for nothing.
+        is kept; and so they must not be re-issued for nothing.
         """
         self.repeatable &= not self.made.difference(self.received).intersection(numbers)
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from html import escape
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 
 from lowtide.errors import ReportError
 from lowtide.report.axes import Figure
 
-__all__ = ["chart", "framed", "section", "two", "unbroken"]
+__all__ = ["chart", "framed", "require_plotly", "section", "two", "unbroken"]
 
 
 def framed(title: str, body: str, figures: Mapping[str, Figure | list[Figure]]) -> str:
@@ -42,11 +43,15 @@ _HARMLESS = bytes.maketrans(b"<>&`", b"[],.")
 """The characters of base 85 that HTML has a meaning for, and others in their place."""
 
 
+def require_plotly() -> None:
+    """Raise ReportError if no page can be drawn here: to be asked before what takes minutes."""
+    if find_spec("plotly") is None:
+        raise ReportError("a page is drawn by plotly, which is not installed: pip install 'lowtide[report]'")
+
+
 def _plotly() -> str:
-    try:
-        text: str = import_module("plotly.offline").get_plotlyjs()
-    except ImportError:
-        raise ReportError("a page is drawn by plotly, which is not installed: pip install 'lowtide[report]'") from None
+    require_plotly()
+    text: str = import_module("plotly.offline").get_plotlyjs()
     return text
 
 
