@@ -184,7 +184,9 @@ class _Malloc(ctypes.Structure):
 
 
 def host() -> Host:
-    """The host's memory now."""
+    """The host's memory now, without what the virtual accelerator's allocator has cached: that is a device's."""
+    gc.collect()
+    torch.accelerator.empty_cache()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Malloc

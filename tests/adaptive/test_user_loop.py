@@ -596,3 +596,24 @@ def test_a_model_whose_first_parameters_are_on_the_host_is_rescued() -> None:
         return losses
 
     assert train(True) == train(False)
+
+
+def test_a_model_on_the_cpu_is_planned_without_swaps_which_free_nothing_there() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)  # 70 MiB with all kept, 48 with all recomputed
+    optimizer = torch.optim.AdamW(model.parameters())
+    with lowtide.adapt(model, optimizer, budget="60MiB", verbose=False) as run:
+        for _ in range(PROFILING + 1):
+            model(torch.randn(8, 32, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (decided,) = run.plans.values()
+    assert decided.plan.feasible
+    decisions = {type(decision) for layer in decided.policy.layers for decision in decisions_of(layer)}
+    assert decisions == {lowtide.Keep, lowtide.Recompute}
+
+
+def decisions_of(layer: lowtide.LayerPolicy) -> Iterator[Any]:
+    yield layer.default
+    yield layer.boundary
+    yield from (rule.decision for rule in layer.rules)

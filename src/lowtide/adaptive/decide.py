@@ -42,6 +42,8 @@ class Situation:
     """Bytes that were missing in OOMs under earlier plans."""
     before: Decided | None = None
     """What was decided before these OOMs."""
+    on_host: bool = False
+    """Whether the model is on the CPU: what is swapped to the host has not left it then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,8 @@ def _decided(situation: Situation, settings: AdaptSettings, *, rescued: bool) ->
     room = None if situation.capacity is None else max(1, situation.capacity - margin)
     asked = settings.budget
     budget = min(one for one in (asked, room) if one is not None) if asked or room else UNBOUNDED
-    plan = make_plan(trace, budget, device, pipeline, swap=settings.swap, fixed=_fixed(situation.fixed))
+    swap = settings.swap and not situation.on_host
+    plan = make_plan(trace, budget, device, pipeline, swap=swap, fixed=_fixed(situation.fixed))
     if plan.feasible:
         within = (
             f"for {format_bytes(budget)}" if plan.bounded else "without a budget: the device does not say what it has"

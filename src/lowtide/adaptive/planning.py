@@ -151,6 +151,7 @@ class Planning:
             others=others,
             lost=lost,
             before=self.replaced.get(bucket),
+            on_host=clock.device.type == "cpu",
         )
 
     def _planned(self, step: int, bucket: Shape, decided: Decided, others: int) -> None:
