@@ -13,6 +13,8 @@ from support.framework_cases import CASES, Job
 from support.ranks import Ranks
 
 POLICY = Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
+WHOLE = Policy.uniform(default=Recompute())
+SWAPPED = Policy.uniform(default=Swap(2))
 JOB = Job(accumulate=2, evaluate=True, steps=7)
 
 
@@ -58,3 +60,21 @@ def test_ddp_is_exact_on_both_ranks(name: str, checkpointing: bool, ranks: Ranks
         assert not found[1][0].differs(plain[1][0])
         assert [wrapped for _, wrapped, _ in found] == [wrapped for _, wrapped, _ in plain]
         assert settings or all("switched" in kinds for _, _, kinds in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_is_exact_on_both_ranks(stage: int, ranks: Ranks) -> None:
+    pytest.importorskip("deepspeed")
+    name = f"deepspeed zero-{stage}"
+    plain = on_fresh(ranks, name, None)
+    assert plain[0][0].losses != plain[1][0].losses  # each has its own batches
+    settings: list[dict[str, Any]] = [{"policy": SWAPPED}] if stage == 3 else [{"policy": POLICY}, {}]
+    for one in settings:
+        found = on_fresh(ranks, name, one)
+        assert not found[0][0].differs(plain[0][0])
+        assert not found[1][0].differs(plain[1][0])
+        assert one or all("switched" in kinds for _, _, kinds in found)
+    if stage == 3:
+        with pytest.raises(AssertionError, match="frees a recomputed layer's parameters"):
+            on_fresh(ranks, name, {"policy": WHOLE})

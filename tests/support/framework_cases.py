@@ -514,6 +514,7 @@ def _deepspeed(job: Job, stage: int) -> Trained:
 
 def _engine_trained(job: Job, engine: Any) -> Trained:
     import deepspeed
+    import torch.distributed as dist
 
     attachment = attached(job, engine)
     if job.resume is not None:
@@ -522,7 +523,7 @@ def _engine_trained(job: Job, engine: Any) -> Trained:
     for step in _halves(job):
         total = 0.0
         for batch in data[step * job.accumulate : (step + 1) * job.accumulate]:
-            tokens = batch.to(engine.device)
+            tokens = batch.roll(dist.get_rank(), 1).to(engine.device)  # each rank has its own
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()

@@ -13,7 +13,7 @@ from typing import Any
 from lowtide.adaptive.session import Adaptive
 from lowtide.errors import PolicyError
 from lowtide.integrations.attachment import Attachment
-from lowtide.policy import Policy, Recompute
+from lowtide.policy import Decision, LayerPolicy, Policy, Recompute
 from lowtide.runtime.apply import policy_of
 
 __all__ = ["adapt_engine", "attach", "is_engine"]
@@ -35,22 +35,29 @@ def attach(engine: Any, attachment: Attachment) -> Attachment:
 
 
 def _refuse(engine: Any, policy: Policy | None) -> None:
-    """PolicyError where single operators would be recomputed with parameters that ZeRO-3 has partitioned by then.
+    """PolicyError where something would be recomputed with parameters that ZeRO-3 has partitioned by then.
 
-    A layer that is recomputed as a whole is called as a module, so that its parameters are gathered.
+    A layer that is recomputed as a whole is called as a module, so that its parameters are gathered. On several ranks
+    they are partitioned again before its backward: that of its matrix products then finds empty weights.
     """
     if engine.zero_optimization_stage() < 3:
         return
     layers = () if policy is None else policy.layers
-    if policy is None or any(
-        one.rules
-        and any(isinstance(decision, Recompute) for decision in (one.default, *(r.decision for r in one.rules)))
-        for one in layers
-    ):
+    recomputed = [one for one in layers if Recompute in map(type, _decisions(one))]
+    if policy is None or any(one.rules for one in recomputed):
         raise PolicyError(
             "ZeRO-3 partitions parameters, and an operator that is recomputed by itself does not gather them: attach"
             " with policy=…, one that recomputes whole layers or swaps, or use ZeRO-2"
         )
+    if recomputed and engine.dp_world_size > 1:
+        raise PolicyError(
+            "ZeRO-3 on several ranks frees a recomputed layer's parameters before its backward: attach with a"
+            " Policy that swaps, or use ZeRO-2, or the model's own gradient_checkpointing_enable() without lowtide"
+        )
+
+
+def _decisions(layer: LayerPolicy) -> list[Decision]:
+    return [layer.default, *(rule.decision for rule in layer.rules)]
 
 
 def adapt_engine(engine: Any, attachment: Attachment) -> Adaptive | None:
