@@ -71,7 +71,16 @@ def all_cases(quick: bool, console: Console) -> list[Outcome]:
         for future in as_completed(waiting):
             found += future.result()
             shown.advance(task)
+            if not console.is_terminal:
+                console.print(_line(future.result()), markup=False, highlight=False)
     return found
+
+
+def _line(outcomes: list[Outcome]) -> str:
+    """What one cell found, for a log."""
+    different = sum(bool(one.different) for one in outcomes)
+    errors = sum(bool(one.error) for one in outcomes)
+    return f"{' '.join(outcomes[0].cell)}: {len(outcomes)} Policies, {different} not bitwise, {errors} errors"
 
 
 def figures_of(outcomes: list[Outcome]) -> dict[str, Any]:
