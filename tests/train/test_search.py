@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from lowtide.cli.main import app
 from lowtide.cost.devices import find_device
 from lowtide.errors import PlanError
+from lowtide.models.experts_shape import ExpertsShape
 from lowtide.models.known import SHAPES
 from lowtide.models.shape import DecoderShape
 from lowtide.planner.plan import Plan
@@ -94,6 +95,25 @@ def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take() -> None
         assert isinstance(plan, Plan)
         assert least_time(candidate, size, SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
         assert least_memory(candidate, size) <= plan.simulation.reserved
+
+
+@pytest.mark.parametrize(
+    ("degrees", "share"),
+    [
+        (Degrees(shard=4), 0.3),  # gathered over the network, in forward and in backward
+        (Degrees(shard=2, tensor=2, sequence_parallel=True), 0.3),
+        (Degrees(shard=4, expert=2), 0.3),
+        (Degrees(shard=2, pipeline=2, expert=2), 0.05),  # tokens are exchanged
+    ],
+)
+def test_communication_that_nothing_hides_is_part_of_what_a_layout_takes_at_least(
+    degrees: Degrees, share: float
+) -> None:
+    shape = replace(SHAPE, experts=ExpertsShape(count=8, chosen=2, intermediate_size=256, first_dense=1))
+    asked = replace(ASKED, shape=shape, device=replace(DEVICE, network=2e9))
+    candidate = Candidate(degrees=degrees, samples=1, micro_batches=8 // degrees.data)
+    least = least_time(candidate, size_of(shape), shape, asked.device, "bfloat16", 512)
+    assert share < least / kept_of(asked, candidate)[1].seconds <= 1
 
 
 @pytest.mark.slow

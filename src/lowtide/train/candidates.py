@@ -4,8 +4,10 @@
 Time: the parameters that a token meets take six FLOPs each, at the best share of the device's peak that matrix products
 reach, and causal attention six for each token before it and each column of its heads. In a pipeline the stages also
 wait for the first and the last micro-batch. Tensor parallel with sequence parallel adds the collectives that nothing
-overlaps. Every other kernel is left out, so no Policy is faster, as the simulator counts. Memory: parameters, gradients
-and AdamW's states of the fullest share. In a pipeline torch's FSDP also holds gathered parameters and whole gradients.
+overlaps, expert parallel the exchanges of tokens, which are waited for at once. FSDP's gathers overlap the computation,
+but not each other: a step takes at least as long as all of them. Every other kernel is left out, so no Policy is
+faster, as the simulator counts. Memory: parameters, gradients and AdamW's states of the fullest share. In a pipeline
+torch's FSDP also holds gathered parameters and whole gradients.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from dataclasses import dataclass
 from itertools import product
 
 from lowtide.cost.device import Device
-from lowtide.cost.kernel import peak_rate
+from lowtide.cost.kernel import kernel_seconds, peak_rate
 from lowtide.cost.kernels import ATTENTION, MATMUL
 from lowtide.errors import PlanError
 from lowtide.models.shape import DecoderShape
 from lowtide.planner.pipeline import Pipeline, even_pipeline
+from lowtide.trace.trace import Kernel
 from lowtide.train.degrees import check_degrees
 from lowtide.train.run import Degrees
 
@@ -27,6 +30,8 @@ __all__ = ["Candidate", "Size", "candidates", "least_memory", "least_time"]
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a number, by the type that is computed in."""
 LEAST_PART = 8192
 """Samples are split over ranks (context parallel) only into parts of at least this many tokens."""
 
@@ -143,8 +148,43 @@ def least_time(
     compute = 6 * flops / stages * tokens / degrees.tensor / rate
     sent = 8 * shape.num_layers / stages * tokens * shape.hidden_size * 2 * (degrees.tensor - 1) / degrees.tensor
     collectives = sent / (device.interconnect * device.efficiency.get("collective", 1.0))
+    exchanges = _exchanges(candidate, shape, device, dtype, sequence)
     rounds = candidate.micro_batches + (stages - 1) / candidate.chunks
-    return (compute + collectives) * rounds
+    return max((compute + collectives + exchanges) * rounds, _gathers(candidate, size, shape, device, dtype))
+
+
+def _exchanges(candidate: Candidate, shape: DecoderShape, device: Device, dtype: str, sequence: int) -> float:
+    """Seconds in which a micro-batch's tokens are sent to their experts and back, in forward and in backward."""
+    degrees, experts = candidate.degrees, shape.experts
+    if experts is None or degrees.expert == 1:
+        return 0.0
+    slots = candidate.samples * sequence * experts.chosen * min(1.0, experts.capacity or 1.0)
+    exchange = Kernel(
+        "c10d::alltoall",
+        ranks=degrees.expert,
+        message=int(slots * shape.hidden_size * BYTES[dtype]),
+        stride=degrees.tensor * degrees.context,
+    )
+    return 4 * kernel_seconds(device, exchange) * (shape.num_layers - experts.first_dense) / degrees.pipeline
+
+
+def _gathers(candidate: Candidate, size: Size, shape: DecoderShape, device: Device, dtype: str) -> float:
+    """Seconds in which the layers' sharded parameters are gathered in a step, one layer after the other."""
+    degrees, layers = candidate.degrees, shape.num_layers / candidate.degrees.pipeline
+    # A pipeline keeps them gathered. Else backward gathers them again, but perhaps those of the last layer.
+    times = 1.0 if degrees.pipeline > 1 else candidate.micro_batches * (2 - 1 / layers)
+    matrices, seconds = degrees.pipeline * degrees.tensor, 0.0
+    for parameters, expert in ((size.layers, 1), (size.experts, degrees.expert)):
+        ranks = degrees.sharded // expert
+        if ranks > 1 and parameters:
+            gather = Kernel(
+                "c10d::allgather",
+                ranks=ranks,
+                message=int(parameters / matrices / expert / layers * BYTES[dtype]),
+                stride=degrees.tensor * expert,
+            )
+            seconds += layers * kernel_seconds(device, gather)
+    return seconds * times
 
 
 def least_memory(candidate: Candidate, size: Size) -> int:
