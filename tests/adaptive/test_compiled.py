@@ -41,7 +41,8 @@ def train(compile_model: Callable[[nn.Module], Any], budget: int | None, **setti
     model = nn.Sequential(*(Layer() for _ in range(LAYERS))).to("tide")
     called = compile_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = lowtide.adapt(model, optimizer, budget=budget, **settings) if budget is not None else None
+    adapted = called if isinstance(called, nn.Module) else model
+    run = lowtide.adapt(adapted, optimizer, budget=budget, **settings) if budget is not None else None
     try:
         return steps(called, model, optimizer, run)
     finally:
@@ -89,9 +90,31 @@ def test_compiled_layers_are_planned_for_and_stay_below_the_budget(share: float,
     assert torch.compiler.is_compiling() is False
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_refused_in_its_first_step() -> None:
-    with pytest.raises(PolicyError, match="compiled as a whole"):
-        train(lambda model: torch.compile(model, backend="aot_eager"), 1 << 30)
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_a_model_that_is_compiled_as_a_whole_is_planned_for_without_swap(share: float) -> None:
+    def whole(model: nn.Module) -> Any:
+        return torch.compile(model, backend="aot_eager")
+
+    expected, kept, _ = train(whole, None)
+    budget = int(share * max(kept))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found, peaks, events = train(whole, budget)
+    assert all(map(torch.equal, found, expected))
+    assert max(peaks[1:]) <= budget < max(kept)
+    assert any("the model is compiled as a whole" in text for text in events)
+    assert any("layers planned for" in text for text in events)
+    assert not any("offloaded" in text for text in events)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs  # the last steps were compiled
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+def test_a_model_inside_a_compiled_one_is_refused_in_its_first_step() -> None:
+    def hidden(model: nn.Module) -> Any:
+        compiled = torch.compile(model, backend="aot_eager")
+        return lambda x: compiled(x)
+
+    with pytest.raises(PolicyError, match="given a model inside a compiled one"):
+        train(hidden, 1 << 30)
 
 
 def test_what_is_compiled_in_place_is_known() -> None:

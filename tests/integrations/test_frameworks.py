@@ -6,6 +6,7 @@ Those that are not installed are skipped; ``pip install .[integrations] -c const
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,13 @@ PACKAGES = {
 
 def package(name: str) -> str:
     return PACKAGES.get(name, name.split()[0])
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(params=CASES)
@@ -64,6 +72,21 @@ def test_an_adaptive_run_changes_nothing(name: str, case: Case) -> None:
     run = found.attachment if name == "peft" else found.attachment.run
     assert [event.kind for event in run.events if event.kind != "warned"] == ["measured", "switched"]
     assert run.number == job.steps
+
+
+def test_a_trainer_that_compiles_its_model_gives_the_same(fresh_dynamo: None) -> None:
+    pytest.importorskip("accelerate")
+    job, case = Job(compiled=True, accumulate=2, evaluate=True), CASES["transformers"]
+    plain = case(job)
+    recompute = Policy.uniform({"mlp.*": Recompute()})
+    found = case(replace(job, attach={"policy": recompute}))
+    assert not found.differs(plain)
+    assert found.attachment.handle.compiled_bytes()
+    adapted = case(replace(job, attach={}))
+    assert not adapted.differs(plain)
+    events = adapted.attachment.run.events
+    assert any("compiled as a whole" in event.text for event in events)
+    assert [event.kind for event in events][-1] == "switched"
 
 
 def test_saving_and_resuming_are_as_without_it(name: str, case: Case, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Job:
     checkpointing: bool = False
     """Whether the framework's gradient checkpointing, or the model's own, is on beforehand."""
     bf16: bool = False
+    compiled: bool = False
+    """Whether the framework compiles the model as a whole; a Trainer of transformers can be asked to."""
     lora: bool = False
     attach: dict[str, Any] | None = None
     """The settings of ``lowtide.attach``; None: it is not attached."""
@@ -201,7 +203,8 @@ def transformers_trainer(job: Job) -> Trained:
     """``transformers.Trainer``."""
     from transformers import Trainer, TrainingArguments
 
-    arguments = _arguments(job, TrainingArguments)
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if job.compiled else {}
+    arguments = _arguments(job, TrainingArguments, **compiled)
     rows = [row for batch in batches(job) for row in batch]
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(llama(job), arguments, train_dataset=data, eval_dataset=data[: job.rows])  # type: ignore[arg-type]

@@ -44,6 +44,8 @@ class Situation:
     """What was decided before these OOMs."""
     on_host: bool = False
     """Whether the model is on the CPU: what is swapped to the host has not left it then."""
+    one_graph: bool = False
+    """Whether the model is compiled as a whole: a graph has no place for swaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def _decided(situation: Situation, settings: AdaptSettings, *, rescued: bool) ->
     room = None if situation.capacity is None else max(1, situation.capacity - margin)
     asked = settings.budget
     budget = min(one for one in (asked, room) if one is not None) if asked or room else UNBOUNDED
-    swap = settings.swap and not situation.on_host
+    swap = settings.swap and not situation.on_host and not situation.one_graph
     plan = make_plan(trace, budget, device, pipeline, swap=swap, fixed=_fixed(situation.fixed))
     if plan.feasible:
         within = (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lowtide._torch_private.compiled import uncompiled
 from lowtide._torch_private.storages import has_storage, storage_bytes, storage_key
 from lowtide._torch_private.subclasses import inner_tensor
 from lowtide.errors import PolicyError
@@ -17,6 +18,7 @@ from lowtide.operators.checkpointing import Checkpointing
 from lowtide.operators.layers import find_layers, other_stacks
 from lowtide.planner.pipeline import Pipeline, even_pipeline
 from lowtide.policy import Policy
+from lowtide.runtime.compiled import compiled_in_place
 from lowtide.trace.stacks import uncovered_notes
 from lowtide.trace.trace import Trace
 
@@ -50,6 +52,16 @@ class ModelParts:
     def is_whole(self) -> bool:
         """Whether the one part is the whole model."""
         return len(self.modules) == 1 and self.pipeline.stages == 1
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether more than single layers are compiled, so that nothing in between can be offloaded."""
+        return not all(compiled_in_place(part, self.layers) for part in self.modules)
+
+    @property
+    def is_called_compiled(self) -> bool:
+        """Whether each part is what ``torch.compile`` returned, whose hooks run outside the graph."""
+        return all(uncompiled(part) is not part for part in self.modules)
 
     @property
     def has_last_layer(self) -> list[bool]:

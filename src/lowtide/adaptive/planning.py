@@ -21,13 +21,13 @@ from lowtide.adaptive.decide import Decided, Situation, decide
 from lowtide.adaptive.journal import Journal
 from lowtide.adaptive.lengths import Lengths, Shape, covers, format_shape
 from lowtide.adaptive.machine import host_links, profile_device
+from lowtide.adaptive.model_parts import ModelParts
 from lowtide.adaptive.plan_monitor import QUERY, PlanMonitor
 from lowtide.adaptive.ranks import Ranks
 from lowtide.adaptive.settings import AdaptSettings
 from lowtide.adaptive.suspicion import Suspicion
 from lowtide.cost.links import Links
 from lowtide.errors import LowtideError
-from lowtide.planner.pipeline import Pipeline
 from lowtide.policy import Policy
 from lowtide.trace.trace import Trace, kernels_of
 
@@ -42,13 +42,13 @@ class Planning:
         settings: AdaptSettings,
         ranks: Ranks,
         lengths: Lengths,
-        pipeline: Pipeline,
+        model: ModelParts,
         fixed: Policy | None,
         journal: Journal,
     ) -> None:
         """``fixed`` holds decisions that no plan changes."""
         self.settings, self.ranks, self.lengths, self.journal = settings, ranks, lengths, journal
-        self.pipeline, self.fixed = pipeline, fixed
+        self.model, self.fixed = model, fixed
         self._own = Ranks(alone=True)
         self.plans: dict[Shape, Decided] = {}
         """What was decided for each bucket."""
@@ -144,7 +144,7 @@ class Planning:
         return Situation(
             trace=trace,
             device=profile_device(clock.device, kernels_of(trace), links=self._links),
-            pipeline=self.pipeline,
+            pipeline=self.model.pipeline,
             capacity=clock.capacity() if self.peers.all.alone else self._capacity,
             fixed=self.fixed,
             safe_peak=safe_peak,
@@ -152,6 +152,7 @@ class Planning:
             lost=lost,
             before=self.replaced.get(bucket),
             on_host=clock.device.type == "cpu",
+            one_graph=self.model.is_one_graph,
         )
 
     def _planned(self, step: int, bucket: Shape, decided: Decided, others: int) -> None:

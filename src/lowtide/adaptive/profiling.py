@@ -32,9 +32,13 @@ _COMPILED = (
     "the layers are compiled: the measured steps run in eager mode, where operators are seen, and so do steps that are"
     " watched for OOM; the plan counts what eager layers hold, and compiled ones hold less"
 )
+_ONE_GRAPH = (
+    "the model is compiled as a whole: the measured steps run in eager mode, where operators are seen, and so do steps"
+    " that are watched for OOM; the plan recomputes and does not swap, which a graph has no place for"
+)
 _NOT_IN_PLACE = (
-    "adapt() does not see the steps of a model that is compiled as a whole, or whose layers are replaced by compiled"
-    " ones: compile its layers in place, as by layer.compile(), or use lowtide.plan() and lowtide.apply()"
+    "adapt() was given a model inside a compiled one, and does not see its steps: pass what torch.compile returned, or"
+    " compile its layers in place, as by layer.compile()"
 )
 _CHECKPOINTED = (
     "the model's own code runs its layers in torch.utils.checkpoint, which recomputes them whatever is planned: take"
@@ -92,10 +96,11 @@ class Profiling:
                 if self._checkpointed:
                     self.journal.note(0, "warned", _CHECKPOINTED)
             if not self._compiled and runs_compiled():
-                if not is_compiled(layer) or uncompiled(layer) is not layer:
+                in_place = is_compiled(layer) and uncompiled(layer) is layer
+                if not in_place and not self.model.is_called_compiled:
                     raise PolicyError(_NOT_IN_PLACE)
                 self._compiled = True
-                self.journal.note(0, "measured", _COMPILED)
+                self.journal.note(0, "measured", _COMPILED if in_place else _ONE_GRAPH)
 
         first = self.model.first_layer
         hook = first.register_forward_pre_hook(Hook(look))

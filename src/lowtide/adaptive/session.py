@@ -120,7 +120,7 @@ class Adaptive:
         self.events, self.steps = self.journal.events, self.journal.steps
         self.profiling = Profiling(self.model, self.optimizers, self.ranks, self.journal)
         lengths = self.profiling.lengths
-        self.planning = Planning(self.settings, self.ranks, lengths, self.model.pipeline, fixed, self.journal)
+        self.planning = Planning(self.settings, self.ranks, lengths, self.model, fixed, self.journal)
         self.plans = self.planning.plans
         """What was decided for each bucket of batches."""
         self.scaler = scaler

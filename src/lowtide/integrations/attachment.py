@@ -122,9 +122,9 @@ class Attachment:
         from lowtide.api import adapt
 
         if self.observer is not None and not compiled_in_place(model, layers or settings.layers):
-            raise PolicyError(  # now: in a step it would end the script
-                f"{type(model).__name__} is compiled as a whole, or a part of its layers is, where adapt() does not see"
-                " its steps; compile its layers in place, as by layer.compile(), or run it with a Policy"
+            raise PolicyError(  # now: what its backend cannot do would end the script in a step
+                f"{type(model).__name__} is compiled as a whole, or a part of its layers is; compile its layers in"
+                " place, as by layer.compile(), run it with a Policy, or put lowtide.adapt() into the script"
             )
         wait_for_every_rank("adapt")
         run = adapt(
