@@ -99,6 +99,7 @@ def differences(name: str, autocast: bool, count: int) -> list[float]:
 )
 def test_what_random_policies_hold_is_predicted(name: str, autocast: bool, count: int) -> None:
     ratios = differences(name, autocast, count)
+    print(name, autocast, ratios)
     assert min(ratios) > 0.97
     assert max(ratios) < 1.05
 
@@ -151,8 +152,7 @@ def test_a_plan_within_a_budget_keeps_to_it_on_the_device(fresh_tide: None) -> N
         parts = (trace.before, trace.after, *(trace.parts[place] for place in trace.layers))
         static = sum((size + 511) // 512 * 512 for part in parts for size in part.static.parameters)
         assert plan.feasible
-        print(plan.simulation.peak - static - x.nbytes, measured)
-        assert plan.simulation.peak - static - x.nbytes == pytest.approx(measured, rel=0.05)
+        assert plan.simulation.peak - static - x.nbytes == pytest.approx(measured, rel=2e-3)
     assert not tide.races()
 
 

@@ -88,7 +88,8 @@ def _made(value: Any) -> Any:
     if isinstance(value, _Form):
         return value.make()
     if isinstance(value, tuple | list):
-        return type(value)(map(_made, value))
+        made = map(_made, value)
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return {name: _made(one) for name, one in value.items()} if type(value) is dict else value
 
 
@@ -121,7 +122,7 @@ def with_compiled_layers(
         parts[place] = found
     priced = len(trace.layers) - sum(eager.values())
     if priced:
-        alone = "" if all(map(is_compiled, layers)) else ", each as if it were compiled alone"
+        alone = ", each as if it were compiled alone" if is_compiled(model) else ""
         notes.insert(
             0,
             f"{_layers(priced)} priced from the split joint graph of torch.compile{alone}: {after / max(1, before):.2f}"

@@ -307,6 +307,8 @@ class _Builder:
             gradient = self._add_value(tangent.name, eager.values[eager.output_gradient])
         outputs = _outputs(graph)
         role = dict(zip((stored_in(one) if _is_tensor(one) else None for one in outputs), roles.values(), strict=False))
+        if eager.input_gradient is None:  # what comes before the layer does not ask for it
+            role = {node: one for node, one in role.items() if one != "input"}
         found = pieces_of(graph, operator_of, kept={one for one in role if one is not None}, fuses=self.split.fuses)
         first, last = _users(found, self.pack_of)
         gone = self._last_readers(found, [()] * len(found.all))
@@ -316,7 +318,8 @@ class _Builder:
             events += [("use", number) for number in first.get(place, ())]
             for node in piece.makes:
                 value = Value(size_of(node), gradient=role.get(node) == "parameter")
-                if role.get(node) == "input" and eager.input_gradient is not None:
+                if role.get(node) == "input":
+                    assert eager.input_gradient is not None
                     value = eager.values[eager.input_gradient]._replace(size=value.size)
                 number = self._add_value(node.name, value)
                 events.append(("make", number))
@@ -338,7 +341,7 @@ class _Builder:
             # Parameters get their gradients when the whole graph has run.
             events.append(("run", len(self.kernels)))
             self.kernels.append(Kernel("aten::detach", writes=parameters))
-        return gradient, events, passed if eager.input_gradient is not None else None
+        return gradient, events, passed
 
 
 def _users(found: Pieces, packs: Mapping[str, int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
