@@ -226,7 +226,7 @@ def test_a_plan_says_that_compiled_layers_were_priced_and_an_eager_one_says_noth
     assert not any("priced" in note for note in eager.notes)
     plan = lowtide.plan(compiled(model), lambda: model(x).sum(), budget="1GiB", device="h100")
     assert any(note.startswith("2 layers are priced from the split joint graph") for note in plan.notes)
-    assert plan.peak < eager.peak
+    assert plan.simulation.peak < eager.simulation.peak
     handle = lowtide.apply(model, plan.policy)
     model(x).sum().backward()
     handle.remove()
