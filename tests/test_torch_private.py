@@ -44,7 +44,12 @@ from lowtide._torch_private.compiled import (
     uncompiled,
     under_compilation,
 )
-from lowtide._torch_private.fake import FakeTensor, FakeTensorMode, converting_fake_parameters
+from lowtide._torch_private.fake import (
+    FakeTensor,
+    FakeTensorMode,
+    converting_fake_parameters,
+    unset_fake_temporarily,
+)
 from lowtide._torch_private.generators import generator_key
 from lowtide._torch_private.modes import (
     TorchDispatchMode,
@@ -712,3 +717,10 @@ def test_converting_fake_parameters_keeps_what_is_tied_and_what_has_weak_referen
     assert model[1].weight is model[0].weight
     assert [parameter.requires_grad for parameter in model[2].parameters()] == [False, False]
     assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
+
+
+def test_tensors_are_real_where_a_fake_mode_is_unset() -> None:
+    with FakeTensorMode():
+        with unset_fake_temporarily():
+            assert type(torch.empty(2)) is torch.Tensor
+        assert isinstance(torch.empty(2), FakeTensor)

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide._torch_private.compiled import between_graphs, under_compilation
+from lowtide._torch_private.compiled import NothingCompiled, between_graphs, default_stance, under_compilation
 from lowtide._torch_private.graphs import (
     CUSTOM,
     Backend,
+    JointGraph,
     Partitioner,
     call_while_traced,
+    compiled_alike,
     drop_guards,
     graph_of,
+    joint_graph,
     key_of,
     partitioned_by,
     through_dynamo,
@@ -24,6 +27,7 @@ from lowtide._torch_private.graphs import (
     wrap_backend,
 )
 from lowtide.errors import PolicyError
+from lowtide.operators.joint_graph import copied, saved_by
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +144,52 @@ def test_what_runs_between_graphs_is_not_compiled_and_what_it_calls_is() -> None
     assert torch.equal(compiled(x), (torch.sin(x * 3) * 2 + 1) * 2)
     assert seen == [False]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # before, inside and after
+
+
+class Product(torch.nn.Module):
+    """Torch's own modules are not compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sin()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_joint_graph_is_read_and_split_before_anything_is_compiled(backend: str) -> None:
+    def read(joint: JointGraph) -> tuple[list[int], int, bool]:
+        forward, backward = joint.split(copied(joint.module))
+        assert len(saved_by(forward.graph, joint.outputs)) == sum(
+            node.op == "placeholder" and "tangents" not in node.name for node in backward.graph.nodes
+        )
+        return [id(one) for one in joint.inputs], joint.outputs, joint.fuses
+
+    layer, x = Product(), torch.ones(2, 3)
+    layer.compile(backend=backend)
+    given, outputs, fuses = joint_graph(lambda: layer(x), read)
+    assert set(given) == {id(x), id(layer.inner.weight)}
+    assert (outputs, fuses) == (1, backend == "inductor")
+    assert joint_graph(lambda: None, read) is None
+    with pytest.raises(ZeroDivisionError):
+        joint_graph(lambda: layer(x), lambda joint: 1 / 0)
+    assert layer(x).requires_grad  # and it is compiled as before
+
+
+def test_another_layer_is_compiled_with_the_backend_of_the_model() -> None:
+    model = torch.compile(Product(), backend="aot_eager")
+    fuses = joint_graph(lambda: compiled_alike(model, Product())(torch.ones(2, 3)), lambda joint: joint.fuses)
+    assert fuses is False
+    plain = Product()
+    assert joint_graph(lambda: compiled_alike(plain, plain)(torch.ones(2, 3)), lambda joint: joint.fuses)
+
+
+def test_what_is_compiled_is_compiled_inside_the_default_stance() -> None:
+    layer = Product()
+    layer.compile(backend="aot_eager")
+    eager = NothingCompiled()
+    with eager:
+        assert joint_graph(lambda: layer(torch.ones(2, 3)), lambda joint: joint.outputs) is None
+        with default_stance():
+            assert joint_graph(lambda: layer(torch.ones(2, 3)), lambda joint: joint.outputs) == 1

@@ -310,6 +310,22 @@ def test_dtype_autocast_optimizer_and_layers_reach_the_trace(toy: None, tmp_path
     assert (mixed["dtype"], mixed["compute_dtype"], mixed["optimizer"]) == ("float32", "bfloat16", "")
 
 
+def test_compiled_layers_are_planned_with_fake_tensors_and_the_notes_and_the_page_say_so(
+    toy: None, tmp_path: Path, trace: Path
+) -> None:
+    page = tmp_path / "page.html"
+    plan = planned("toy_of_test:build", "--compile", "--seq", 64, "--html", page)
+    said = "are priced from the split joint graph of torch.compile"
+    assert any(said in note for note in plan["notes"])
+    assert said in page.read_text()
+    eager = planned("toy_of_test:build", "--seq", 64)
+    assert not any("priced" in note for note in eager["notes"])
+    assert plan["simulation"]["stages"][0]["peak"] < eager["simulation"]["stages"][0]["peak"]
+    code, _, err = run("plan", trace, "--compile")
+    assert code == 1
+    assert "is traced already, and cannot take --compile; found --compile: leave it out" in err.replace("\n", " ")
+
+
 def test_lora_is_planned_with_fake_tensors(toy: None, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     (tmp_path / "lora_of_test.py").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "NothingCompiled",
     "between_graphs",
     "compiled_call",
+    "default_stance",
     "dict_version",
     "is_compiled",
     "is_dynamo_compiling",
@@ -97,6 +99,12 @@ class NothingCompiled:
 
     def __exit__(self, *_: object) -> None:
         self.off()
+
+
+def default_stance() -> AbstractContextManager[Any]:
+    """Inside, what is compiled is compiled, whatever was set around it."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("default")
+    return stance
 
 
 def between_graphs(

@@ -11,7 +11,7 @@ from torch import nn
 from lowtide._torch_private.needed import needed_for
 
 with needed_for("tracing with fake tensors"):
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
     _apply: Callable[..., Any] = nn.Module._apply
 
@@ -19,6 +19,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "converting_fake_parameters",
+    "unset_fake_temporarily",
 ]
 
 

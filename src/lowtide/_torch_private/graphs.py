@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from lowtide._torch_private.needed import needed_for
 
 if TYPE_CHECKING:
-    from torch.fx import Graph
+    from torch import nn
+    from torch.fx import Graph, GraphModule
 
 __all__ = [
     "CUSTOM",
     "Backend",
+    "JointGraph",
     "Partitioner",
     "call_while_traced",
+    "compiled_alike",
     "drop_guards",
     "graph_of",
+    "joint_graph",
     "key_of",
     "partitioned_by",
     "through_dynamo",
@@ -124,3 +129,81 @@ def without_graph_cache() -> Iterator[None]:
         patched = config.patch(enable_autograd_cache=False)
     with patched:
         yield
+
+
+Result = TypeVar("Result")
+
+
+class JointGraph(NamedTuple):
+    """A joint graph before it is split."""
+
+    module: GraphModule
+    inputs: tuple[Any, ...]
+    """What the compiled function was called with, in the order of the graph's first placeholders."""
+    outputs: int
+    """How many outputs of the graph are forward's."""
+    split: Callable[[GraphModule], tuple[GraphModule, GraphModule]]
+    """What the backend splits such a graph with; it changes the one that it is given."""
+    fuses: bool
+    """Whether the backend makes one kernel of several operations."""
+
+
+def joint_graph(call: Callable[[], Any], read: Callable[[JointGraph], Result]) -> Result | None:
+    """What ``read`` makes of the joint graph of the first function that ``call`` compiles, which ends there.
+
+    None if none is reached, as where nothing needs gradients. Sizes are those of this call, not symbols. A graph can
+    only be split while it is read.
+    """
+    with needed_for("the joint graphs of compiled layers"):
+        from torch._dynamo import config
+        from torch._dynamo.backends import common
+
+        module: Any = common
+        plain = module.aot_module_simplified
+    found: list[Result] = []
+    errors: list[Exception] = []
+
+    def simplified(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        partitioner = kwargs["partition_fn"]
+
+        def take(joint: GraphModule, joint_inputs: Any, **settings: Any) -> NoReturn:
+            split = partial(_split, partitioner, joint_inputs, settings)
+            inner = partitioner.args[0] if isinstance(partitioner, partial) else partitioner
+            fuses = not getattr(inner, "__module__", "").startswith("torch._functorch")
+            try:
+                found.append(read(JointGraph(joint, tuple(inputs), settings["num_fwd_outputs"], split, fuses)))
+            except Exception as error:  # Dynamo would wrap it
+                errors.append(error)
+            raise through_dynamo(_FoundError())
+
+        return plain(graph, inputs, *args, **{**kwargs, "partition_fn": take})
+
+    module.aot_module_simplified = simplified
+    try:
+        with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False):
+            call()
+    except _FoundError:
+        pass
+    finally:
+        module.aot_module_simplified = plain
+    if errors:
+        raise errors[0]
+    return found[0] if found else None
+
+
+class _FoundError(Exception):
+    """Ends a compilation."""
+
+
+def _split(partitioner: Partitioner, inputs: Any, settings: dict[str, Any], joint: GraphModule) -> tuple[Any, Any]:
+    return partitioner(joint, inputs, **settings)
+
+
+def compiled_alike(model: nn.Module, layer: nn.Module) -> Callable[..., Any]:
+    """``layer`` compiled with the backend of ``model``, which ``torch.compile`` has made of another; by Inductor where
+    it has not."""
+    import torch
+
+    context = getattr(model, "dynamo_ctx", None)
+    compiled: Callable[..., Any] = torch.compile(layer) if context is None else context(layer)
+    return compiled

@@ -139,6 +139,14 @@ class Inputs(NamedTuple):
         ),
     ] = None
     layers: Annotated[str | None, _trained("--layers", "MODULE", "The module that holds the layers.")] = None
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="The layers are compiled, one by one, by torch.compile; a training file may say so itself.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = False
     data: Annotated[int | None, _count("--dp", "Data-parallel ranks; they share the parameters.")] = None
     replicate: Annotated[
         bool,
@@ -222,6 +230,7 @@ class Inputs(NamedTuple):
             optimizer=optimizer,
             lora=self.lora,
             layers=self.layers,
+            compiled=self.compiled,
         )
 
 
@@ -391,6 +400,7 @@ def prepare_search(inputs: Inputs) -> Asked:
     fixed |= {"--cp": inputs.context, "--ep": inputs.expert}
     fixed |= {"--micro-batches": inputs.micro_batches, "--micro-batch-size": inputs.samples}
     fixed |= {"--schedule": inputs.schedule, "--replicate": inputs.replicate or None, "--optimizer": inputs.optimizer}
+    fixed |= {"--compile": inputs.compiled or None}
     fixed |= {"--lora": inputs.lora, "--layers": inputs.layers, "--host-memory": inputs.host_memory}
     given = [name for name, value in fixed.items() if value is not None]
     if given:

@@ -65,6 +65,8 @@ class Training(NamedTuple):
     """The rank of adapters on the matrices of layers, which alone are trained."""
     layers: str | None = None
     """The module that holds the layers."""
+    compiled: bool = False
+    """Whether the layers are compiled, each by itself."""
 
 
 class Traced(NamedTuple):
@@ -118,11 +120,13 @@ def _trace_file(path: Path, layout: LayoutOptions, training: Training) -> Callab
         ("--optimizer", training.optimizer, trace.optimizer_name.lower()),
         ("--lora", training.lora, None),
         ("--layers", training.layers, None),
+        ("--compile", training.compiled or None, None),
     )
     for option, asked, found in rows:
         if asked is not None and asked != found:
             was = f"was traced with {option} {found}" if found else f"is traced already, and cannot take {option}"
-            raise PlanError(f"{path} {was}; found {option} {asked}: leave it out, or trace the model again")
+            given = option if asked is True else f"{option} {asked}"
+            raise PlanError(f"{path} {was}; found {given}: leave it out, or trace the model again")
     return lambda _: _traced(trace, _pipeline(len(trace.layers), layout, trace.pipeline))
 
 
@@ -174,6 +178,7 @@ def _rank(
     precision: Precision | None = None,
     reshard: bool = True,
     expert_skew: float = 1.0,
+    compiled: bool = False,
 ) -> Callable[[Progress], Trace]:
     """Check one of lowtide's own models, and return what traces a rank of it."""
     from dataclasses import replace
@@ -208,6 +213,7 @@ def _rank(
             reshard=reshard,
             expert_skew=expert_skew,
             optimizer=training.optimizer or "adamw",
+            compiled=compiled or training.compiled,
         )
         traced = trace_rank(rank, name=name, progress=progress)
         return replace(traced, notes=(*notes, *traced.notes))
@@ -256,6 +262,7 @@ def _training_file(source: str, layout: LayoutOptions, training: Training) -> Ca
         run.precision,
         run.reshard,
         layout.expert_skew,
+        check.settings.top_level.compile,
     )
 
     def traced(progress: Progress) -> Traced:
@@ -350,6 +357,7 @@ def _trace_model(source: str, layout: LayoutOptions, training: Training, progres
                 name=Path(source).name,
                 layout=Layout(),
                 notes=assumed,
+                compiled=training.compiled or None,
                 progress=progress,
             )
         except LowtideError:

@@ -21,10 +21,8 @@ between the graphs; the pieces of the layer are compiled as they would be withou
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from types import CodeType, FunctionType
@@ -48,9 +46,19 @@ from lowtide._torch_private.graphs import (
     without_graph_cache,
     wrap_backend,
 )
-from lowtide._torch_private.operators import is_operator, schema_of
 from lowtide.errors import PolicyError
 from lowtide.operators.graph_calls import ModulePlace, catalogue_of, module_places, name_calls
+from lowtide.operators.joint_graph import (
+    ENTRY,
+    copied,
+    entry_of,
+    mark,
+    recomputed_nodes,
+    saved_by,
+    saved_tensors,
+    size_of,
+    source_of,
+)
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Catalogue, Decision, LayerPolicy, Operator, Policy, Recompute, Swap, resolve
 
@@ -193,8 +201,6 @@ class _Mark(NamedTuple):
 _OPEN: WeakKeyDictionary[Graph, list[_Mark]] = WeakKeyDictionary()
 _INSTANCES = count(1)
 """Numbers each trace of a layer, in the order they run; torch's checkpoint numbers its regions likewise."""
-_NAME = "lowtide"
-"""Our entry in a node's ``custom`` entry: the layer's key, the number of its trace, and the operator."""
 
 
 _TRACED_NAMES = ("is_dynamo_compiling", "call_while_traced", "mark_begin", "mark_end")
@@ -238,7 +244,7 @@ def mark_end(context: Any) -> None:
     instance = next(_INSTANCES)
     for node in calls:
         entry = (key, instance, names.get(node, ""))
-        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _NAME: entry}
+        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), ENTRY: entry}
 
 
 def _broken(key: str) -> None:
@@ -290,18 +296,16 @@ def _deciding(backend: Backend) -> Backend:
 def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any, **settings: Any) -> tuple[Any, Any]:
     """Split a joint graph as decided, and note what its layers hold."""
     outputs = settings["num_fwd_outputs"]
-    recomputed = _recomputed(joint.graph)
+    recomputed = recomputed_nodes(joint.graph, lambda key, operator: _LAYERS[key].recomputes(operator))
     undecided: dict[int, dict[str, int]] | None = None
     read: dict[int, int] = {}
     if recomputed:
-        forward, _ = partitioner(_copied(joint), inputs, *args, **settings)
+        forward, _ = partitioner(copied(joint), inputs, *args, **settings)
         undecided = _held(forward.graph, outputs)
-        read = _read(recomputed, {_source(node).name for node in _saved_tensors(forward.graph, outputs)})
-        for node, instance in recomputed.items():
-            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = instance
+        read = _read(recomputed, {source_of(node).name for node in saved_tensors(forward.graph, outputs)})
+        mark(recomputed)
     forward, backward = partitioner(joint, inputs, *args, **settings)
-    if recomputed and torch.__version__ < "2.14" and any(_is_opaque(node) for node in _saved(forward.graph, outputs)):
+    if recomputed and torch.__version__ < "2.14" and any(_is_opaque(node) for node in saved_by(forward.graph, outputs)):
         raise through_dynamo(
             PolicyError(
                 f"torch {torch.__version__} cannot recompute in a compiled layer whose parameters are DTensors;"
@@ -310,127 +314,46 @@ def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any
         )
     held = _held(forward.graph, outputs)
     found: dict[str, list[GraphBytes]] = {}
-    for key, instance in sorted({entry[:2] for node in joint.graph.nodes if (entry := _entry(node))}, key=_second):
+    for key, instance in sorted({entry[:2] for node in joint.graph.nodes if (entry := entry_of(node))}, key=_second):
         before = (held if undecided is None else undecided).get(instance, {})
         found.setdefault(key, []).append(GraphBytes(before, held.get(instance, {}), read.get(instance, 0)))
     for key, all_bytes in found.items():
         layer = _LAYERS[key]
         layer.bytes = all_bytes
-        order = tuple(map(_saved_value, _saved_tensors(forward.graph, outputs)))
+        order = tuple(map(_saved_value, saved_tensors(forward.graph, outputs)))
         if len(found) == len(all_bytes) == 1 and order not in layer.saved:
             layer.saved.append(order)
     return forward, backward
-
-
-def _copied(joint: GraphModule) -> GraphModule:
-    """A copy that can be split; the tensors that it holds are the same."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it copies
-        return torch.fx.GraphModule(joint, copy.deepcopy(joint.graph))
 
 
 def _second(pair: tuple[str, int]) -> int:
     return pair[1]
 
 
-def _entry(node: Node) -> tuple[str, int, str] | None:
-    """What the marks noted at the node of Dynamo's graph from which this one was made."""
-    found: tuple[str, int, str] | None = (node.meta.get(CUSTOM) or {}).get(_NAME)
-    return found
-
-
-def _recomputed(graph: Graph) -> dict[Node, int]:
-    """The nodes whose values are recomputed, each with the number of its layer's trace."""
-    found: dict[Node, int] = {}
-    late: set[Node] = set()
-    for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or not late.isdisjoint(node.all_input_nodes):
-            late.add(node)  # torch copies the entries to the nodes of backward
-            continue
-        source = _source(node)
-        owner = _entry(source)
-        if owner is None or _communicates(source) or _cannot_be_drawn_again(source):
-            continue
-        if _LAYERS[owner[0]].recomputes(owner[2]):
-            found[node] = owner[1]
-    return found
-
-
 def _read(recomputed: Mapping[Node, int], held: set[str]) -> dict[int, int]:
     """The bytes that recomputed nodes read of others, and that are not ``held``, by the number of the layer's trace."""
     sources: dict[Node, int] = {}
     for node, instance in recomputed.items():
-        for given in map(_source, node.all_input_nodes):
+        for given in map(source_of, node.all_input_nodes):
             own = recomputed.get(given) == instance
             if given.op == "call_function" and not own and given.name not in (() if given in recomputed else held):
                 sources.setdefault(given, instance)
     found: dict[int, int] = {}
     for source, instance in sources.items():
-        found[instance] = found.get(instance, 0) + _size(source)
+        found[instance] = found.get(instance, 0) + size_of(source)
     return found
-
-
-def _communicates(node: Node) -> bool:
-    """Whether it is a collective: its result is kept."""
-    return is_operator(node.target) and "c10d" in str(getattr(node.target, "namespace", ""))
-
-
-_DRAWN_AGAIN = {"cpu", "cuda", "hpu", "xpu"}
-"""The devices on which torch can draw a compiled graph's random numbers a second time."""
-
-
-def _cannot_be_drawn_again(node: Node) -> bool:
-    """Whether it draws random numbers on a device where torch cannot repeat that: its result is kept."""
-    random = is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
-    return random and not all(tensor.device.type in _DRAWN_AGAIN for tensor in _tensors(node))
-
-
-def _source(node: Node) -> Node:
-    """The node that computed the value that this one has, looking through views, casts and parts of tuples."""
-    while node.op == "call_function" and node.all_input_nodes and _is_same_value(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_same_value(node: Node) -> bool:
-    target: Any = node.target
-    if getattr(target, "__name__", "") == "getitem":
-        return True
-    if not is_operator(target):
-        return False
-    schema = schema_of(target)
-    if schema.name in ("aten::_unsafe_view", "aten::detach", "aten::alias"):
-        return True
-    if schema.name in ("aten::_to_copy", "prims::convert_element_type"):
-        return bool(_dtype(node) != _dtype(node.all_input_nodes[0]))
-    return any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
-
-
-def _dtype(node: Node) -> Any:
-    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _held(graph: Graph, outputs: int) -> dict[int, dict[str, int]]:
     """What the forward graph saves for backward: the bytes of each operator, by the number of its layer's trace."""
     found: dict[int, dict[str, int]] = {}
-    for source in dict.fromkeys(_source(node) for node in _saved_tensors(graph, outputs)):
-        entry = _entry(source)
+    for source in dict.fromkeys(source_of(node) for node in saved_tensors(graph, outputs)):
+        entry = entry_of(source)
         if entry is not None and source.op != "placeholder":
             _, instance, name = entry
             operators = found.setdefault(instance, {})
-            operators[name] = operators.get(name, 0) + _size(source)
+            operators[name] = operators.get(name, 0) + size_of(source)
     return found
-
-
-def _saved(graph: Graph, outputs: int) -> list[Node]:
-    """What a forward graph saves for backward, sizes and meshes included."""
-    output = next(iter(reversed(graph.nodes)))
-    found: list[Node] = list(output.args[0][outputs:])
-    return found
-
-
-def _saved_tensors(graph: Graph, outputs: int) -> Iterator[Node]:
-    return (node for node in _saved(graph, outputs) if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def _is_opaque(node: Node) -> bool:
@@ -439,17 +362,7 @@ def _is_opaque(node: Node) -> bool:
 
 
 def _saved_value(node: Node) -> SavedValue:
-    source, value = _source(node), node.meta["val"]
-    entry = _entry(source) if source.op != "placeholder" else None
+    source, value = source_of(node), node.meta["val"]
+    entry = entry_of(source) if source.op != "placeholder" else None
     shape = tuple(size if isinstance(size, int) else None for size in value.shape)
     return SavedValue(entry[2] if entry is not None else "", shape, value.dtype)
-
-
-def _size(node: Node) -> int:
-    return sum(int(tensor.numel()) * tensor.element_size() for tensor in _tensors(node))
-
-
-def _tensors(node: Node) -> list[torch.Tensor]:
-    """What a node gives, as the tracer knows it."""
-    value = node.meta.get("val")
-    return [one for one in (value if isinstance(value, tuple | list) else (value,)) if isinstance(one, torch.Tensor)]

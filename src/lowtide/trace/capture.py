@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide._torch_private.compiled import NothingCompiled, is_compiled
 from lowtide._torch_private.fake import FakeTensorMode
 from lowtide._torch_private.storages import storage_key
 from lowtide._torch_private.subclasses import inner_tensor
@@ -23,6 +24,7 @@ from lowtide.operators.layers import find_layers, other_stacks
 from lowtide.operators.saved import PackHook, kept_apart
 from lowtide.operators.survey import survey
 from lowtide.trace.assemble import assemble
+from lowtide.trace.compiled import calls_of, with_compiled_layers
 from lowtide.trace.in_place import change_in_place
 from lowtide.trace.layout import Layout
 from lowtide.trace.loss import loss_of
@@ -45,6 +47,7 @@ def capture(
     batch: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
     rounds: int = 1,
+    compiled: bool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trace:
     """The Trace of one micro-batch of ``model``; ``run`` does its forward and returns the loss, or what has it.
@@ -55,14 +58,20 @@ def capture(
     off the first tensor that the model is called with. Gradient checkpointing that the model has on is off while it is
     traced, and a warning says so.
 
+    Compiled layers are recorded in eager mode and then priced as ``torch.compile`` has them; ``compiled`` asks for
+    that, or against it, whatever they are. See :mod:`lowtide.trace.compiled`.
+
     ``trace = capture(model, lambda: model(tokens, labels=tokens))``
     """
     fake = isinstance(_mode_of(model), FakeTensorMode)
     if optimizer is not None and not fake:
         raise TraceError("the optimizer's step would change the parameters: trace it with fake tensors")
     progress("profiling the operators")
-    off = checkpointing_off(model, find_layers(model, layers))
-    with off as checkpointed, _random_restored(), _mode_of(model):
+    stack = find_layers(model, layers)
+    off = checkpointing_off(model, stack)
+    is_any_compiled = is_compiled(model) or any(map(is_compiled, stack.modules))
+    eager = NothingCompiled() if is_any_compiled else nullcontext()
+    with off as checkpointed, _random_restored(), _mode_of(model), eager:
         if checkpointed:
             warnings.warn(
                 f"lowtide: the model has gradient checkpointing on ({checkpointed}); it was traced without, and must be"
@@ -70,7 +79,7 @@ def capture(
                 UserWarning,
                 stacklevel=2,
             )
-        with _first_input(model) as given:
+        with _first_input(model) as given, calls_of(stack.modules) as calls:
             found = survey(model, run, layers=layers)
         runs = _Runs(model, run, optimizer, layers)
         progress("recording a step")
@@ -96,6 +105,8 @@ def capture(
         layout=layout,
         batch=dict(given if batch is None else batch),
     )
+    if compiled or (compiled is None and is_any_compiled):
+        trace = with_compiled_layers(trace, model, stack.modules, calls, progress)
     stacks = uncovered_notes(found.layers, other_stacks(model, found.layers), trace)
     return replace(trace, notes=(*notes, *trace.notes, *stacks))
 

@@ -60,6 +60,8 @@ class TracedRank:
     expert_skew: float | tuple[float, ...] = 1.0
     """How many times an even share of the tokens this rank's experts get, where ranks share experts: in all layers, or
     in each."""
+    compiled: bool = False
+    """Whether its layers are compiled, each by itself."""
 
 
 def trace_rank(rank: TracedRank, *, name: str = "", progress: Callable[[str], None] = lambda _: None) -> Trace:
@@ -123,6 +125,7 @@ def _captured(model: Decoder, rank: TracedRank, name: str, progress: Callable[[s
             expert=degrees.expert,
         ),
         batch={"samples": rank.samples, "tokens": rank.samples * rank.sequence},
+        compiled=rank.compiled or None,
         progress=progress,
     )
 
