@@ -99,7 +99,6 @@ def differences(name: str, autocast: bool, count: int) -> list[float]:
 )
 def test_what_random_policies_hold_is_predicted(name: str, autocast: bool, count: int) -> None:
     ratios = differences(name, autocast, count)
-    print(name, autocast, ratios)
     assert min(ratios) > 0.97
     assert max(ratios) < 1.05
 
