@@ -16,6 +16,9 @@ import torch.multiprocessing as multiprocessing
 MOST_GROUPS = 16
 """Each process group of gloo has a thread that wakes up all the time: with more of them, other processes take over."""
 PATIENCE = 600  # seconds; the machine is shared, and up to four processes start at once
+IMPORTED = ("torch._dynamo", "torch.distributed.pipelining", "lowtide", "lowtide.train.main")
+"""What nearly every program needs: imported once, in the process that the others are forked from. tide refuses
+to be forked."""
 
 
 class Ranks:
@@ -54,7 +57,8 @@ class Ranks:
         self.processes, self.pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         port = _free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
