@@ -1,4 +1,8 @@
-"""Processes that have torch imported when they start: they are forked from one that did nothing else."""
+"""Processes that have everything imported when they start: they are forked from one that did nothing else.
+
+That one has torch, lowtide and transformers loaded and has not touched a device. tide, which cannot be forked, is
+imported by a process that needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,14 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.multiprocessing as multiprocessing
 
 __all__ = ["Ended", "forking", "run_lowtide", "run_script"]
-
-IMPORTED = ("torch._dynamo", "torch.distributed.pipelining", "lowtide", "lowtide.train.main")
-"""What nearly every program needs, some seconds of work. Not tide, which refuses to be forked."""
 
 SAID = (".output.txt", ".error.txt")
 """Where a process writes what it says, in its folder."""
@@ -30,9 +33,17 @@ class Ended(NamedTuple):
 
 
 def forking() -> Any:
-    """What starts such processes; each is given a function and its arguments, as with any other start method."""
+    """What starts such processes; each is given a function and its arguments, as with any other start method.
+
+    A process has one server that forks, whose imports are fixed when it starts: all its users share this one.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload(["support.preloaded"])
+    # The server is started with the environment, and not with this process's path.
+    sources = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH", ""))))
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
     return context
 
 
