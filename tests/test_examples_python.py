@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from support.forked import Ended, run_script
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*/*.py"))
 LAUNCHERS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+"""Arguments of Python; what it runs by itself is forked from a process that has torch imported."""
 NEEDED = {
     "python": [],
     "transformers": ["transformers", "accelerate"],  # its Trainer needs the other
@@ -34,6 +37,12 @@ def command(script: Path) -> list[str]:
     return shlex.split(found)
 
 
+def launched(arguments: list[str], folder: Path) -> Ended:
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
 @every_script
 def test_a_script_runs_as_its_docstring_says(script: Path, tmp_path: Path) -> None:
     for package in NEEDED.get(script.parent.name, [script.parent.name]):
@@ -43,17 +52,13 @@ def test_a_script_runs_as_its_docstring_says(script: Path, tmp_path: Path) -> No
     name = f"examples/{script.parent.name}/{script.name}"
     assert name in arguments
     assert "--tiny" in arguments
-    ended = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], *(str(script) if one == name else one for one in arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", ended.stdout)]
-    assert len(losses) >= 2, ended.stdout
+    if launcher == "python":
+        ended = run_script(script, arguments[1:], tmp_path)
+    else:
+        ended = launched([*LAUNCHERS[launcher], *(str(script) if one == name else one for one in arguments)], tmp_path)
+    assert ended.code == 0, ended.error
+    losses = [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", ended.output)]
+    assert len(losses) >= 2, ended.output
     assert losses[-1] < losses[0]
 
 

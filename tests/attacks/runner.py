@@ -1,8 +1,6 @@
 """Attacks in processes of their own: forked from one that has imported everything, and ended when they hang.
 
-The process that is forked has torch, lowtide and transformers loaded and has not touched a device, so that an attack
-starts in milliseconds and finds a process in which nothing was trained. tide, which cannot be forked, is imported by
-the child.
+An attack starts in milliseconds and finds a process in which nothing was trained (:mod:`support.forked`).
 """
 
 from __future__ import annotations
@@ -11,16 +9,14 @@ import faulthandler
 import os
 import tempfile
 import time
-from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from attacks.catalogue import ATTACKS, CHECKS
 from attacks.outcome import Finding, Outcome, examine
+from support.forked import forking
 
 __all__ = ["Runner"]
 
@@ -33,13 +29,7 @@ class Runner:
 
     def __init__(self, *, quick: bool = False) -> None:
         self.quick = quick
-        self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["attacks.preloaded"])
-        # The server is started with the environment, and not with this process's path.
-        sources = str(Path(__file__).parents[1])
-        path = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH", ""))))
-        with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
-            forkserver.ensure_running()
+        self._context = forking()
 
     def run(self, name: str) -> Outcome:
         """The outcome of the attack of that name; ``hung`` if it gives none in its time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ FORM_2026 = [vector for vector in golden.vectors("golden_extra") if vector["kind
 UNCHANGED = {"we": None, "normalized": False, "log": False}
 
 
+@cache  # several tests look at each
 def check(text: str) -> Check:
     return check_text(text, layer_operators)
 

@@ -11,7 +11,15 @@ import torch
 from lowtide import Policy, Recompute
 from lowtide.integrations.discovery import Discovery
 from lowtide.integrations.settings import Settings
-from support.script_cases import SCRIPTS, same, start
+from support.script_cases import SCRIPTS, Ended, same, start
+
+
+@pytest.fixture(scope="module")
+def nanogpt(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The script that several tests start, alone, with plenty of memory."""
+    ended = start(SCRIPTS / "nanogpt.py", folder=tmp_path_factory.mktemp("nanogpt"))
+    assert ended.code == 0, ended.error
+    return ended
 
 
 def written(folder: Path, text: str) -> Path:
@@ -30,10 +38,10 @@ def written(folder: Path, text: str) -> Path:
     ],
 )
 def test_a_script_that_dies_alone_survives_with_the_same_results(
-    name: str, capacity: int, said: list[str], tmp_path: Path
+    name: str, capacity: int, said: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     script = SCRIPTS / f"{name}.py"
-    alone = start(script, folder=tmp_path)
+    alone = request.getfixturevalue(name) if name == "nanogpt" else start(script, folder=tmp_path)
     tight = start(script, folder=tmp_path, capacity=capacity)
     under = start(script, folder=tmp_path, under=["--quiet"], capacity=capacity)
     assert alone.code == 0
@@ -183,14 +191,13 @@ def test_a_script_ends_as_it_would_alone(text: str, code: int, tmp_path: Path) -
     assert [line for line in under.error.splitlines() if not line.startswith("lowtide: ")] == alone.error.splitlines()
 
 
-def test_a_policy_and_a_report(tmp_path: Path) -> None:
+def test_a_policy_and_a_report(nanogpt: Ended, tmp_path: Path) -> None:
     script = SCRIPTS / "nanogpt.py"
-    alone = start(script, folder=tmp_path)
     Policy.uniform(default=Recompute()).save(tmp_path / "policy.json")
     applied = start(script, folder=tmp_path, under=["--policy", str(tmp_path / "policy.json")])
     assert applied.code == 0, applied.error
     assert applied.said == ["lowtide: applies the Policy to GPT, 6 layers at 'h'"]
-    assert same(applied.results, alone.results)
+    assert same(applied.results, nanogpt.results)
     reported = start(script, folder=tmp_path, under=["--quiet", "--report", str(tmp_path / "report")])
     assert reported.code == 0, reported.error
     assert reported.said[-1] == f"lowtide: page: {tmp_path / 'report' / 'report.html'}"

@@ -84,7 +84,14 @@ def test_where_nothing_fits_the_strategy_is_full_recompute_and_the_least_is_said
     shown = adaptive_text(replace(plan, feasible=False, least=25 << 30)).splitlines()
     assert shown[-2:] == [">> final selective strategy <<", "  nothing fits: every layer is recomputed"]
     (line,) = (one for one in shown if one.startswith("With selective recompute:"))
-    assert re.search(r"25 GiB +is the least; does not fit$", line)
+    assert re.search(r"25 GiB +the least there is$", line)
+
+
+@pytest.mark.parametrize("feasible", [True, False])
+def test_the_table_is_whole_where_standard_error_is_no_terminal(plan: Plan, feasible: bool) -> None:
+    shown = adaptive_text(replace(plan, feasible=feasible), width=80)
+    assert "time a step" in shown
+    assert "…" not in shown
 
 
 def test_a_loop_of_ones_own_hears_of_it_on_standard_error(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,11 @@ def test_a_policy_is_switched_by_one_recompilation_at_most(way: Compile) -> None
     assert graphs_of(first) <= 1  # some versions of torch have a model's graph for these very functions of its layers
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    # The cache of graphs is turned off for both alike; the kernels of the second take a C++ compiler half a minute.
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
 def test_torchs_caches_do_not_bring_back_another_policy(backend: str) -> None:
     held = []
     for decided in (policy(mlp__up=Recompute()), policy(mlp__mul=Recompute()), policy(mlp__up=Recompute())):

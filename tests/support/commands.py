@@ -1,13 +1,13 @@
-"""The command itself, started as a user starts it, in a directory of its own."""
+"""The command itself, in a process and a directory of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from support.forked import run_lowtide
 
 __all__ = ["TINY", "check", "log", "merged", "receipts", "train"]
 
@@ -66,13 +66,6 @@ def receipts(directory: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 def _run(directory: Path, document: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
     (directory / "run.yaml").write_text(json.dumps(document, indent=1))  # JSON is YAML, and keeps the order
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "lowtide", *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    ended = run_lowtide(list(arguments), directory)
+    assert ended.code is not None, ended.error
+    return subprocess.CompletedProcess(arguments, ended.code, ended.output, ended.error)

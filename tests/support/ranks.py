@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+
+from support.forked import forking
 
 MOST_GROUPS = 16
 """Each process group of gloo has a thread that wakes up all the time: with more of them, other processes take over."""
+MET = "met"
+ATTEMPTS = 3
 PATIENCE = 600  # seconds; the machine is shared, and up to four processes start at once
 
 
@@ -28,8 +31,11 @@ class Ranks:
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``program(*args)`` gives on each rank."""
-        if not self.processes:
-            self._start()
+        for _ in range(ATTEMPTS):
+            if self.processes or self._start():
+                break
+        else:
+            raise AssertionError(f"{self.size} processes did not meet, {ATTEMPTS} times")
         for pipe in self.pipes:
             pipe.send((program, args))
         answers, errors, tired = [], [], False
@@ -53,15 +59,21 @@ class Ranks:
             process.join()
         self.processes, self.pipes = [], []
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def _start(self) -> bool:
+        """Whether they met: another program may have taken the port meanwhile."""
+        context = forking()
         port = _free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.processes.append(process)
+            theirs.close()  # else a process that is gone is waited for
             self.pipes.append(ours)
+        met = [_answer(pipe, PATIENCE)[0] == MET for pipe in self.pipes]
+        if not all(met):
+            self.stop()
+        return all(met)
 
 
 def _answer(pipe: Any, patience: float) -> tuple[Any, str | None, int]:
@@ -81,6 +93,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import tide
 
     dist.init_process_group("cpu:gloo,tide:tide", timeout=timedelta(seconds=PATIENCE))
+    pipe.send((MET, None, 0))
     while True:
         program, args = pipe.recv()
         tide.reset()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lowtide.train.clip import clip, global_norm
+from support.forked import forking
 
 RANKS = 4
 PATIENCE = 300  # seconds; the machine is shared
@@ -194,8 +194,7 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def measured(directory: Path) -> dict[str, list[tuple[float, float]]]:
     """For each layout the norm on each rank, and the norm after clipping to 1."""
-    context = multiprocessing.get_context("forkserver")  # the server imports torch once for all four
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    context = forking()
     processes = [context.Process(target=_rank, args=(rank, directory), daemon=True) for rank in range(RANKS)]
     for process in processes:
         process.start()

@@ -62,6 +62,8 @@ def start(namespace: str, node: int, directory: Path) -> subprocess.Popen[str]:
     )
 
 
+# It waits for half a minute. That two nodes meet, that a hang is reported and ended, are tests of their own.
+@pytest.mark.slow
 def test_both_nodes_end_with_a_clear_error_within_the_timeout(nodes: list[str], tmp_path: Path) -> None:
     processes = [start(name, node, tmp_path) for node, name in enumerate(nodes)]
     try:

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 400  # seconds; the machine is shared
 CALLBACKS = (
@@ -17,9 +19,12 @@ CALLBACKS = (
 )
 
 
-def test_a_killed_rank_costs_no_step_and_no_checkpoint(tmp_path: Path) -> None:
+# Each rank starts twice. That a launcher ends and starts again the others of one that failed is tested with two.
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_rank_costs_no_step_and_no_checkpoint(tmp_path: Path, ranks: int) -> None:
     example = ROOT / "examples" / "yaml" / "train_swap_default.yaml"
-    command = [sys.executable, "-m", "lowtide", "train", str(example), "--nproc", "2", "--max-restarts", "1", "--json"]
+    command = [sys.executable, "-m", "lowtide", "train", str(example), "--nproc", str(ranks)]
+    command += ["--max-restarts", "1", "--json"]
     command += ["--set", CALLBACKS, "--set", "runner_config.stop_step=40"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     metrics, lock = tmp_path / "output" / "metrics.jsonl", tmp_path / "output" / "run.lock"

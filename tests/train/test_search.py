@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
@@ -39,6 +40,14 @@ def all_of(asked: Asked) -> list[Candidate]:
     return list(
         candidates(asked.shape, asked.devices, asked.global_batch, asked.sequence, asked.device.devices_per_node)
     )
+
+
+@cache  # it has nothing of the budget
+def kept_of(candidate: Candidate) -> tuple[Trace, Simulation]:
+    """The Trace of a layout, and the step that keeps everything."""
+    trace = traced_rank(ASKED, candidate)
+    layers = len(trace.layers)
+    return trace, simulate(trace, Policy((LayerPolicy(),) * layers), DEVICE, candidate.pipeline(layers))
 
 
 @pytest.mark.slow
@@ -91,7 +100,7 @@ def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take() -> None
     size = size_of(SHAPE)
     roomy = replace(ASKED, budget=8 << 30)
     for candidate in all_of(ASKED)[::6]:
-        plan = evaluate(roomy, candidate).outcome
+        plan = evaluate(roomy, candidate, trace=kept_of(candidate)[0]).outcome
         assert isinstance(plan, Plan)
         assert least_time(candidate, size, SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
         assert least_memory(candidate, size) <= plan.simulation.reserved
@@ -147,7 +156,7 @@ def test_layouts_that_differ_in_virtual_stages_have_the_same_trace_and_a_known_o
 def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
     tight = replace(ASKED, budget=40 << 20)
     for candidate in all_of(tight)[::9]:
-        trace, kept = kept_of(tight, candidate)
+        trace, kept = kept_of(candidate)
         brief = evaluate(tight, candidate, trace=trace, kept=kept).outcome
         full = evaluate(tight, candidate, trace=trace, brief=False).outcome
         assert type(brief) is type(full)
@@ -158,16 +167,10 @@ def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
             assert full.bound is not None
 
 
-def kept_of(asked: Asked, candidate: Candidate) -> tuple[Trace, Simulation]:
-    trace = traced_rank(asked, candidate)
-    layers = len(trace.layers)
-    return trace, simulate(trace, Policy((LayerPolicy(),) * layers), asked.device, candidate.pipeline(layers))
-
-
 def test_what_is_known_of_a_layout_before_its_plan_is_a_bound() -> None:
     impossible = planned = 0
     for candidate in all_of(ASKED)[::9]:
-        trace, kept = kept_of(ASKED, candidate)
+        trace, kept = kept_of(candidate)
         for share in (0.3, 0.9):
             tight = replace(ASKED, budget=int(share * kept.reserved))
             before = evaluate(tight, candidate, trace=trace, plan=False)

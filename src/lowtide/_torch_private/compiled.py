@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import count
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ from lowtide._torch_private.needed import needed_for
 
 with needed_for("telling compiled modules from eager ones"):
     from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
-    from torch._C._dynamo.guards import dict_version
+    from torch._C._dynamo.guards import dict_version as _counted_version
 
 __all__ = [
+    "ATTRIBUTES_ARE_COUNTED",
     "NothingCompiled",
     "between_graphs",
     "compiled_call",
@@ -30,6 +32,35 @@ __all__ = [
     "uncompiled",
     "under_compilation",
 ]
+
+
+def _attributes_are_counted() -> bool:
+    class Probe:
+        pass
+
+    probe = Probe()
+    versions = {_counted_version(vars(probe))}
+    for value in range(2):
+        probe.attribute = value  # type: ignore[attr-defined]
+        versions.add(_counted_version(vars(probe)))
+    return len(versions) == 3
+
+
+ATTRIBUTES_ARE_COUNTED = _attributes_are_counted()
+"""Whether the version of an object's attributes changes with them. In Python 3.13 only that of other mappings does."""
+_numbers = count(-1, -1)
+
+
+def _another(mapping: dict[Any, Any]) -> int:
+    return next(_numbers)
+
+
+dict_version: Callable[[dict[Any, Any]], int] = _counted_version if ATTRIBUTES_ARE_COUNTED else _another
+"""A number that is another one after each change of a mapping, which may be the attributes of an object.
+
+If it is the same as before, nothing has changed. Where attributes are not counted it is never the same twice: who asks
+compares what is in them.
+"""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -27,7 +27,7 @@ _NAMED = 4
 def print_adaptive(plan: Plan, console: Console) -> None:
     """Print what the plan gains over keeping nothing and keeping everything, and what it does in each layer."""
     console.print(f"{_RULE} ADAPTIVE-RECOMPUTE Report {_RULE}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("", "memory", "time a step", "speed-up", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     full = _named(plan, FULL)
@@ -42,7 +42,7 @@ def print_adaptive(plan: Plan, console: Console) -> None:
     if plan.feasible:
         table.add_row("With selective recompute:", *_cells(plan.simulation, slowest), "", style="bold")
     else:
-        table.add_row("With selective recompute:", format_bytes(plan.least), "", "", "is the least; does not fit")
+        table.add_row("With selective recompute:", format_bytes(plan.least), "", "", "the least there is")
     console.print(table)
     budget = f"budget {format_bytes(plan.budget)}" if plan.bounded else "no budget"
     console.print(f"{budget}; predicted from what was measured", soft_wrap=True)

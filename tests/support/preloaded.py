@@ -1,4 +1,4 @@
-"""What the process that attacks are forked from imports: everything that no attack should wait for, and no device."""
+"""What the process that others are forked from imports: everything that none of them should wait for, and no device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pkgutil
 import scipy.optimize  # noqa: F401
 import torch
 import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
 import transformers
 
 import lowtide
