@@ -51,6 +51,7 @@ NAMES = [
 PLANNED = [
     "--autocast",
     "--budget",
+    "--compile",
     "--device",
     "--devices",
     "--dp",

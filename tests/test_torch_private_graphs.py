@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lowtide._torch_private.compiled import NothingCompiled, between_graphs, default_stance, under_compilation
 from lowtide._torch_private.graphs import (
@@ -26,6 +27,8 @@ from lowtide._torch_private.graphs import (
     without_graph_cache,
     wrap_backend,
 )
+from lowtide._torch_private.operators import forget_dispatch
+from lowtide.cost.imagined import device_kernels
 from lowtide.errors import PolicyError
 from lowtide.operators.joint_graph import copied, saved_by
 
@@ -193,3 +196,21 @@ def test_what_is_compiled_is_compiled_inside_the_default_stance() -> None:
         assert joint_graph(lambda: layer(torch.ones(2, 3)), lambda joint: joint.outputs) is None
         with default_stance():
             assert joint_graph(lambda: layer(torch.ones(2, 3)), lambda joint: joint.outputs) == 1
+
+
+def test_what_was_compiled_under_imagined_kernels_leaves_no_kernel_behind() -> None:
+    def dropped(x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.5).sin()
+
+    with device_kernels("cuda"):
+        found = joint_graph(
+            lambda: torch.compile(dropped, backend="aot_eager")(torch.ones(8, requires_grad=True)), lambda joint: joint
+        )
+        assert found is not None
+    assert not torch.ops.aten.dropout.default._dispatch_cache
+    torch._dynamo.reset()
+    x = torch.ones(8, requires_grad=True)
+    torch.manual_seed(0)
+    torch.compile(dropped, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None
+    forget_dispatch("dropout")

@@ -16,6 +16,7 @@ with needed_for("calling operators by name"):
     from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "forget_dispatch",
     "is_operator",
     "resolved_operator",
     "schema_of",
@@ -27,6 +28,15 @@ __all__ = [
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The schema of an operator."""
+
+
+def forget_dispatch(*names: str) -> None:
+    """Forget which kernels torch's Python dispatcher chose for these operators of ``aten``: others are there now.
+
+    It is asked where a graph is compiled, and keeps its answers for good, also those of kernels that are gone.
+    """
+    for name in names:
+        getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 def is_operator(func: Any) -> bool:

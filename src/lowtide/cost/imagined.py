@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lowtide._torch_private.operators import scoped_library
+from lowtide._torch_private.operators import forget_dispatch, scoped_library
 from lowtide.cost.kernels import Family
 
 __all__ = ["device_kernels"]
@@ -31,12 +31,17 @@ def device_kernels(family: Family) -> Iterator[None]:
     if family == "cpu":
         yield
         return
-    with scoped_library("aten", "IMPL") as library:
-        # With a kernel for the CPU the operator is not taken apart, and autograd's own formula for it applies.
-        library.impl("_fused_rms_norm", _rms_norm, "CPU")
-        library.impl("_fused_rms_norm_backward", _rms_norm_backward, "CPU")
-        library.impl("dropout", _dropout, "AutogradCPU")
-        yield
+    changed = ("_fused_rms_norm", "_fused_rms_norm_backward", "dropout")
+    try:
+        with scoped_library("aten", "IMPL") as library:
+            # With a kernel for the CPU the operator is not taken apart, and autograd's own formula for it applies.
+            library.impl("_fused_rms_norm", _rms_norm, "CPU")
+            library.impl("_fused_rms_norm_backward", _rms_norm_backward, "CPU")
+            library.impl("dropout", _dropout, "AutogradCPU")
+            forget_dispatch(*changed)
+            yield
+    finally:
+        forget_dispatch(*changed)
 
 
 def _rms_norm(

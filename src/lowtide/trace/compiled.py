@@ -20,6 +20,7 @@ from lowtide._torch_private.autocast import AutocastState, autocast_contexts, au
 from lowtide._torch_private.compiled import default_stance, is_compiled, uncompiled
 from lowtide._torch_private.fake import FakeTensor, unset_fake_temporarily
 from lowtide._torch_private.graphs import JointGraph, compiled_alike, joint_graph
+from lowtide._torch_private.modules import buffers_of, parameters_of
 from lowtide._torch_private.operators import tree_map
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.joint_graph import copied, mark, recomputed_nodes, saved_tensors
@@ -185,7 +186,7 @@ def _substituted(layer: nn.Module) -> Iterator[nn.Module]:
     made: dict[int, Tensor] = {}
     try:
         for module in plain.modules():
-            tables: tuple[Any, Any] = (module._parameters, module._buffers)
+            tables: tuple[Any, Any] = (parameters_of(module), buffers_of(module))
             for table in tables:
                 fake = {name: one for name, one in table.items() if isinstance(one, FakeTensor)}
                 replaced.append((table, fake))
