@@ -23,7 +23,7 @@ from lowtide._torch_private.graphs import JointGraph, compiled_alike, joint_grap
 from lowtide._torch_private.modules import buffers_of, parameters_of
 from lowtide._torch_private.operators import tree_map
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.joint_graph import copied, mark, recomputed_nodes, saved_tensors
+from lowtide.operators.joint_graph import copied, entry_of, mark, recomputed_nodes, saved_tensors
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.runtime.graph import GraphLayer
 from lowtide.trace.pieces import stored_in
@@ -159,6 +159,8 @@ def _priced(part: Part, model: nn.Module, layer: nn.Module, call: LayerCall | No
             first = next(iter(tensors_of((args, kwargs))), None)
 
             def read(joint: JointGraph) -> Part | str:
+                if not any(map(entry_of, joint.module.graph.nodes)):  # the layer's end was not reached in this graph
+                    return "torch.compile breaks its graph inside the layer"
                 roles = _roles(joint, known, first)
                 return "the inputs of its graph are not the layer's" if roles is None else _split(part, joint, roles)
 
