@@ -55,7 +55,10 @@ def test_a_script_runs_as_its_docstring_says(script: Path, tmp_path: Path) -> No
     if launcher == "python":
         ended = run_script(script, arguments[1:], tmp_path)
     else:
-        ended = launched([*LAUNCHERS[launcher], *(str(script) if one == name else one for one in arguments)], tmp_path)
+        whole = [*LAUNCHERS[launcher], *(str(script) if one == name else one for one in arguments)]
+        ended = launched(whole, tmp_path)
+        if "terminate called without an active exception" in ended.error:
+            ended = launched(whole, tmp_path)  # torch aborts now and then when a short program of several threads exits
     assert ended.code == 0, ended.error
     losses = [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", ended.output)]
     assert len(losses) >= 2, ended.output
