@@ -119,7 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="a few cases, in less than a minute")
-    parser.add_argument("--only", metavar="NAME", help="one layout, such as 'pp2 x tp2'")
+    names = [layout.name for layout in LAYOUTS]
+    parser.add_argument("--only", metavar="NAME", choices=names, help="one layout, such as 'pp2 x tp2'")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console, begin = Console(stderr=True), time.perf_counter()

@@ -72,6 +72,7 @@ from lowtide._torch_private.profiler import profiler_range
 from lowtide._torch_private.saved_tensor_hooks import (
     hooks_on_top,
     insert_saved_tensors_hooks,
+    make_saved_tensor,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     remove_saved_tensors_hooks,
@@ -372,8 +373,11 @@ def test_a_backward_says_whether_it_keeps_the_graph_and_what_it_leaves_out() -> 
 def test_autocast_can_be_set_as_it_was() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = autocast_state()
-        assert autocast_contexts(inside) == []
+        (left_alone,) = autocast_contexts(inside)
+        with left_alone:
+            assert autocast_state() == inside
     assert autocast_state() != inside
+    assert autocast_contexts(autocast_state()) == []
     with ExitStack() as stack:
         for context in autocast_contexts(inside):
             stack.enter_context(context)
@@ -601,6 +605,20 @@ def test_hooks_at_the_bottom_end_when_they_like_and_so_do_others() -> None:
     save()
     assert asked == ["theirs", "ours", "theirs"]
     assert top_saved_tensors_hooks(True) is None
+
+
+def test_a_tensor_is_saved_through_hooks_and_checked_for_writes_as_by_a_node() -> None:
+    tensor = torch.ones(3, requires_grad=True) * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one.numpy(force=True), torch.from_numpy):
+        packed = make_saved_tensor(tensor)
+    unpacked = packed.unpack()
+    assert unpacked is not tensor
+    assert torch.equal(unpacked, tensor)
+    saved = make_saved_tensor(tensor)
+    with torch.no_grad():
+        tensor.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is at version 1; expected version 0"):
+        saved.unpack()
 
 
 def test_hooks_are_refused_where_torch_allows_none() -> None:

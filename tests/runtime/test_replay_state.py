@@ -376,7 +376,9 @@ def test_a_tensor_in_an_object_that_is_written_to_afterwards_is_refused() -> Non
                 shared["shift"].add_(1.0)
             return x
 
-    with pytest.raises(RebuildError, match=r"in one of its arguments was changed in place .*version 3, expected 2"):
+    with pytest.raises(
+        RebuildError, match=r"in one of its arguments was changed in place .*version 3; expected version 2"
+    ):
         run(Shifted, LayerPolicy(Recompute()))
 
 
@@ -589,10 +591,11 @@ def test_every_draw_of_python_and_numpy_is_noticed() -> None:
         draw()
         after = random.getstate(), str(numpy.random.get_state())
         assert after != first
-        with was.restored():
-            assert (random.getstate(), str(numpy.random.get_state())) == first
-            draw()
-            assert (random.getstate(), str(numpy.random.get_state())) == after
+        undo = was.put_back()
+        assert (random.getstate(), str(numpy.random.get_state())) == first
+        draw()
+        assert (random.getstate(), str(numpy.random.get_state())) == after
+        undo()
         assert (random.getstate(), str(numpy.random.get_state())) == after
 
 

@@ -37,14 +37,14 @@ def autocast_state() -> AutocastState:
 
 
 def autocast_contexts(state: AutocastState) -> list[AbstractContextManager[None]]:
-    """Contexts that restore autocast, where it is not set like that now.
+    """Contexts that restore autocast.
 
-    Weights that it has cast for others stay as they are, and none are added: a cast that is made without gradients must
-    not be found by a forward that wants them.
+    Weights that it has cast for others stay as they are, also where a layer has an autocast of its own inside. Where
+    autocast is not set like that now none are added: no context would throw them away before weights are updated.
     """
     now = autocast_state()
     if now == state:
-        return []
+        return [_casts_left_alone()] if state else []
     was, current = dict(state), dict(now)
     return [
         _casts_left_alone(),

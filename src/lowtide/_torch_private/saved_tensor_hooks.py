@@ -10,16 +10,19 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+
 from lowtide._torch_private.needed import needed_for
 
 with needed_for("saved-tensor hooks"):
+    from torch._C._autograd import SavedTensor, _make_saved_tensor, _top_saved_tensors_default_hooks
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
-    from torch._C._autograd import _top_saved_tensors_default_hooks
 
 __all__ = [
     "hooks_on_top",
     "insert_saved_tensors_hooks",
+    "make_saved_tensor",
     "pop_saved_tensors_hooks",
     "push_saved_tensors_hooks",
     "remove_saved_tensors_hooks",
@@ -30,6 +33,11 @@ __all__ = [
 
 top_saved_tensors_hooks: Callable[[bool], tuple[Any, Any] | None] = _top_saved_tensors_default_hooks
 """The hooks that are asked now, if there are any."""
+
+
+def make_saved_tensor(tensor: Tensor) -> SavedTensor:
+    """Save a tensor as a node of autograd's saves its input: through the hooks that are on top."""
+    return _make_saved_tensor(tensor, is_output=False)
 
 
 def hooks_on_top(pack: Any) -> bool:

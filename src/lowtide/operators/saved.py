@@ -12,16 +12,22 @@ gradients themselves (``create_graph=True``) is no half, and holds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, is_grad_enabled
 
 from lowtide._torch_private.backward import current_node, keeps_graph, leaves_out
 from lowtide._torch_private.nodes import is_own_output, without_graph
-from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
+from lowtide._torch_private.saved_tensor_hooks import (
+    hooks_on_top,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    remove_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 from lowtide._torch_private.versions import own_version, version_of
 
-__all__ = ["Kept", "PackHook", "Saved", "foreign_pack_hook", "kept", "kept_apart", "unpack", "unpack_once"]
+__all__ = ["Kept", "PackHook", "Saved", "call_with_hooks", "foreign_pack_hook", "kept", "kept_apart", "unpack"]
 
 
 class Saved(Protocol):
@@ -37,39 +43,60 @@ PackHook: TypeAlias = Callable[[Tensor], Saved]
 
 def unpack(saved: Saved) -> Tensor:
     """Give autograd back what it saved."""
-    return saved.tensor() if type(saved) is Kept else unpack_once(_tensor_of, saved)  # nearly all of it is kept
-
-
-def _tensor_of(saved: Saved) -> Tensor:
+    if type(saved) is not Kept and (_seen_halves or keeps_graph()):  # nearly all of it is kept
+        return _unpack_in_halves(saved)
     return saved.tensor()
 
 
-_Packed = TypeVar("_Packed")
 _HELD = "lowtide_held"
 _seen_halves = False
 
 
-def unpack_once(unpack: Callable[[_Packed], Tensor], packed: _Packed) -> Tensor:
-    """What ``unpack`` gives; if a later half of this backward needs it too, that half gets the same tensor."""
-    if _seen_halves or keeps_graph():
-        return _unpack_in_halves(unpack, packed)
-    return unpack(packed)
+def _unpack_in_halves(saved: Saved) -> Tensor:
+    """The tensor; if a later half of this backward needs it too, that half gets the same one.
 
-
-def _unpack_in_halves(unpack: Callable[[_Packed], Tensor], packed: _Packed) -> Tensor:
-    """See [Note: a backward in two halves]."""
+    See [Note: a backward in two halves].
+    """
     global _seen_halves
     node = current_node()
     if node is None:  # nothing runs: the user looks at what a node has saved
-        return unpack(packed)
+        return saved.tensor()
     held: dict[int, Tensor] = node.metadata.get(_HELD, {})
-    tensor = held.pop(id(packed), None)
+    tensor = held.pop(id(saved), None)
     if tensor is None:
-        tensor = unpack(packed)
+        tensor = saved.tensor()
     if keeps_graph() and not is_grad_enabled() and leaves_out(node):
         _seen_halves = True
-        node.metadata.setdefault(_HELD, {})[id(packed)] = tensor
+        node.metadata.setdefault(_HELD, {})[id(saved)] = tensor
     return tensor
+
+
+def call_with_hooks(
+    pack: Callable[[Tensor], Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    unpack: Callable[[Any], Tensor] = unpack,
+) -> Any:
+    """Call a function with saved-tensor hooks on, which are off afterwards, also if it is interrupted."""
+    # Not by torch's context manager: an interrupt between its push and the first line in it would leave hooks on.
+    try:
+        push_saved_tensors_hooks(pack, unpack)
+        return function(*args, **kwargs)
+    finally:
+        try:
+            _take_off(pack)
+        except BaseException:  # interrupted, perhaps before its first line
+            _take_off(pack)
+            raise
+
+
+def _take_off(pack: Callable[[Tensor], Any]) -> None:
+    """Take our hooks off, which are on top of torch's stack unless something was interrupted."""
+    if hooks_on_top(pack):
+        pop_saved_tensors_hooks()
+    else:
+        remove_saved_tensors_hooks(pack)
 
 
 class Kept:

@@ -22,12 +22,7 @@ __all__ = ["CastCache", "cast_gradients", "cast_weights", "without_casts"]
 
 
 class CastCache:
-    """What autocast has cast and holds, by layer, where it does so for all micro-batches.
-
-    A layer that is recomputed as a whole runs in a context of its own, on autograd's thread: when that ends, autocast
-    drops all its casts. Layers that are recomputed after it in the same backward cast their weights alone, and the next
-    forward casts all. What was saved for a backward holds the cast that it was made with.
-    """
+    """What autocast has cast and holds, by layer, where it does so for all micro-batches."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -95,13 +90,17 @@ def without_casts(part: Part) -> Part:
 
 
 def cast_gradients(part: Part) -> dict[int, tuple[int, int]]:
-    """The kernels that cast the gradients of cast weights, each with what it reads and the gradient that it makes."""
-    if not cast_weights(part):
-        return {}
+    """The kernels that cast the gradients of cast weights, each with what it reads and the gradient that it makes.
+
+    A weight that the model casts itself is cast in every micro-batch, and so is its gradient.
+    """
+    casts = cast_weights(part)
+    casting = {kernel.operator for kernel in part.kernels if casts.intersection(kernel.writes)}
     return {
         number: (kernel.reads[0], kernel.writes[0])
         for number, kernel in enumerate(part.kernels)
         if kernel.kind == "aten::_to_copy"
+        and kernel.operator in casting
         and len(kernel.reads) == len(kernel.writes) == 1
         and part.values[kernel.writes[0]].gradient
     }

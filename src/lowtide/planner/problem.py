@@ -411,7 +411,7 @@ def _time_by_operator(part: Part, events: Sequence[Event], seconds: Seconds) -> 
 
 
 def _until_last_save(part: Part) -> tuple[Event, ...]:
-    """What a checkpoint recomputes of a forward."""
+    """What is recomputed of the forward of a layer that is as a whole."""
     saves = [place for place, (what, _) in enumerate(part.forward) if what == "save"]
     return part.forward[: saves[-1] + 1] if saves else ()
 

@@ -21,7 +21,7 @@ from lowtide.trace.trace import Event, Part
 __all__ = ["MINIMUM_BYTES", "Action", "CapturedCall", "Program", "codes_of", "compile_part"]
 
 How: TypeAlias = Literal["nothing", "keep", "swap", "output", "inside", "cast"]
-"""What becomes of a saved tensor. ``nothing``: it takes no memory, or a checkpoint forgets it. ``output``
+"""What becomes of a saved tensor. ``nothing``: it takes no memory, or its layer is recomputed as a whole. ``output``
 and ``inside``: of a call that is replayed. ``cast``: of such an output."""
 
 _CODES = {
@@ -85,11 +85,9 @@ class Program:
     forward: tuple[Code, ...]
     backward: tuple[Code, ...]
     again: tuple[Code, ...]
-    """What a checkpoint recomputes: forward, until the last tensor is saved."""
+    """What is recomputed of a layer that is as a whole: forward, until the last tensor is saved."""
     due: frozenset[int]
     """How many operators after the part's first something is due."""
-    alone: tuple[Code, ...] = ()
-    """What a checkpoint recomputes where it does not find the weights cast."""
 
     @cached_property
     def sums(self) -> frozenset[int]:
@@ -104,7 +102,7 @@ class Program:
     @cached_property
     def late(self) -> Mapping[int, tuple[int, int]]:
         """The kernels that come late where a micro-batch finds its weights cast; see [Note: late gradients]."""
-        return {} if self.whole else cast_gradients(self.part)
+        return cast_gradients(self.part)
 
     @cached_property
     def operators(self) -> int:
@@ -113,9 +111,8 @@ class Program:
 
     @cached_property
     def named(self) -> Mapping[str, tuple[str, ...]]:
-        """For each event of ``forward``, ``backward`` or one of its halves, ``again`` and ``alone``, the operator that
-        is running."""
-        codes = {name: getattr(self, name) for name in ("forward", "backward", "again", "alone")}
+        """For each event of ``forward``, ``backward`` or one of its halves, and ``again``, the operator that runs."""
+        codes = {name: getattr(self, name) for name in ("forward", "backward", "again")}
         codes |= {"first half": self.halves.first, "second half": self.halves.second}
         return {name: _named(one, self.part) for name, one in codes.items()}
 
@@ -134,7 +131,7 @@ def compile_part(
     ``due_before`` is what earlier layers have due in it; ``noticed`` says that swaps anywhere may start at its packs.
     """
     if whole:
-        return _checkpointed(part, boundary)
+        return _recomputed(part, boundary)
     facts = {operator.name: operator for operator in part.operators}
     recomputed = frozenset(
         name
@@ -213,8 +210,8 @@ def codes_of(part: Part) -> tuple[Code, ...]:
     return _codes(part, part.forward)
 
 
-def _checkpointed(part: Part, boundary: Keep | Swap) -> Program:
-    """A layer that torch's checkpoint recomputes: it stops where the last tensor has been saved.
+def _recomputed(part: Part, boundary: Keep | Swap) -> Program:
+    """A layer that is recomputed as a whole: it stops where the last tensor has been saved.
 
     What comes before its first operator is not the layer's own: FSDP gathers parameters there. When the layer is
     recomputed its backward has gathered them already.

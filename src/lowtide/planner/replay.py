@@ -416,7 +416,7 @@ class Player:
     # Whole layers.
 
     def _hold_input(self, instance: Instance, given: Storage | None) -> None:
-        """What a checkpoint holds: the layer's input, or, if that is swapped, its copy on the host."""
+        """What is held of a layer that is recomputed: its input, or, if that is swapped, the copy on the host."""
         boundary = instance.program.boundary
         if given is None:
             return
@@ -431,7 +431,7 @@ class Player:
             instance.input = given
 
     def _recompute_all(self, instance: Instance) -> None:
-        """A checkpoint recomputes the layer until its last tensor has been saved, and frees the rest."""
+        """Recompute the layer until its last tensor has been saved, and free the rest."""
         program = instance.program
         part, values, timed = program.part, program.part.values, self.rank.timed(program.part)
         slots: dict[int, Storage] = {}
@@ -442,9 +442,8 @@ class Player:
             given.count += 1
             slots[part.input] = given
         where = self.rank.where
-        casts = self.casts.of(instance.layer, part)
-        codes = "alone" if self.casts.shared and casts is None else "again"
-        for (code, number), name in zip(getattr(program, codes), self._names(program, codes), strict=False):
+        casts = self.casts.of(instance.layer, part) or {}
+        for (code, number), name in zip(program.again, self._names(program, "again"), strict=False):
             if name:
                 self.rank.where = (instance.layer, name, instance.micro_batch, "recompute")
             if code == MAKE:
@@ -458,15 +457,14 @@ class Player:
                 if storage is not None:
                     self.rank.drop(storage)
             elif code == SAVE:
-                storage = slots.get(part.packs[number].value) or (casts or {}).get(part.packs[number].value)
+                value = part.packs[number].value
+                storage = slots.get(value) or casts.get(value)
                 if storage is not None:
                     storage.count += 1
                     instance.held[number] = storage
                     storage.is_saved(part.packs[number].owner)
         self.rank.drop_all(slots.values())
         self.rank.where = where
-        if casts is not None:
-            self.casts.clear()
 
     def _leave_input(self, instance: Instance) -> None:
         if instance.input is not None:

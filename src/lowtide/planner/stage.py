@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
@@ -212,8 +212,7 @@ def _compile(part: Part, decided: Decided, due: frozenset[int], noticed: bool, s
 
     def compiled() -> Program:
         compiling = partial(compile_part, boundary=boundary, whole=whole, due_before=due, noticed=noticed)
-        found = compiling(without_casts(part) if split else part, decisions)
-        return replace(found, alone=compiling(part, decisions).again) if split and whole else found
+        return compiling(without_casts(part) if split else part, decisions)
 
     return _programs.get((part.digest, tuple(decisions.items()), boundary, whole, due, noticed, split), compiled)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lowtide._torch_private.versions import version_of
 from lowtide.errors import RebuildError
 
-__all__ = ["Copied", "is_shared"]
+__all__ = ["Copied", "hold", "is_shared"]
 
 _LIMIT = 20_000
 """No argument is made of more objects than this; what is further is taken as it is."""
@@ -51,6 +51,14 @@ class Copied:
                     f" changed in place after it ran (version {version_of(tensor)}, expected {version}); keep it"
                 )
         return self.value if self.fixed else _Copier().copy(self.value)
+
+
+def hold(value: Any) -> Any:
+    """What a captured call holds in place of an argument that is no tensor: a copy, unless nothing can change it."""
+    if is_shared(value):
+        return value
+    copied = Copied(value)
+    return value if copied.fixed and not copied.tensors else copied
 
 
 class _Copier:

@@ -1,9 +1,9 @@
-"""One call of a recomputed operator: captured in forward, replayed when backward first needs what it produced.
+"""A call that is recomputed, of one operator or of a whole layer: captured in forward, replayed in backward.
 
 [Note: rebuilding]
-While a layer with recomputed operators runs, each call of such an operator is captured: the function, its arguments,
-the random state, autocast and torch's other settings. Nothing that the call produced is held. A tensor that autograd
-wants to save is replaced by a reference (:mod:`lowtide.runtime.references`):
+Each call that is to be recomputed is captured: the function, its arguments, the random state, autocast and torch's
+other settings. Nothing that the call produced is held. A tensor that autograd wants to save is replaced by a reference
+(:mod:`lowtide.runtime.references`):
 
 - ``Produced``: an output of a captured call, or a view of one;
 - ``Inside``: a tensor that the call itself saved, by its index among all that it saved;
@@ -11,7 +11,22 @@ wants to save is replaced by a reference (:mod:`lowtide.runtime.references`):
 
 When backward unpacks one, the call is replayed from its arguments, and everything that is wanted comes out of that one
 replay. An argument that another captured call produced is itself a reference, so a chain is recomputed from its start,
-each call once. A call frees its results when nothing outstanding needs them.
+each call once. A call frees its outputs when nothing outstanding needs them; what it saved is freed one by one, each
+when it is unpacked. A later backward through the same graph replays it again.
+
+A whole layer is one such call, of which all that is wanted is what it saved. Its replay ends, where it may, when the
+last of that has been saved again (:mod:`lowtide.runtime.recompute`).
+
+[Note: what a replay finds]
+A call is replayed as it ran:
+
+- arguments that can change, such as lists or a cache of keys and values, are copied (:mod:`lowtide.runtime.arguments`);
+- the buffers of its module are copied, and a replay writes into copies, so that running statistics are updated once;
+- its modules' attributes and parameters are restored, or the replay is refused (:mod:`lowtide.runtime.module_state`);
+- random numbers are drawn again: torch's, Python's, numpy's, and those of generators that the module holds;
+- autocast and torch's settings are restored (:mod:`lowtide.runtime.ambient`).
+
+What a module reads elsewhere than :mod:`lowtide.runtime.outside` looks cannot be known.
 
 Values are never guessed: arguments and random state are those of this very call. That a tensor *is* an output of a
 call is known by identity: it is the very object that the call returned, or a view of it, unchanged since
@@ -22,31 +37,35 @@ is recognised, among the arguments of the call that saves it, where the layer's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide._torch_private.autocast import autocast_contexts, autocast_state
 from lowtide._torch_private.backward import set_grad_enabled
 from lowtide._torch_private.collectives import finish_collective
 from lowtide._torch_private.profiler import profiler_range
+from lowtide._torch_private.saved_tensor_hooks import make_saved_tensor
 from lowtide._torch_private.subclasses import PLAIN
 from lowtide._torch_private.versions import version_of
 from lowtide.errors import RebuildError
 from lowtide.operators.calls import mapped, tensors_of
-from lowtide.operators.saved import Saved
-from lowtide.operators.wrappers import Function
+from lowtide.operators.saved import Saved, call_with_hooks
+from lowtide.operators.wrappers import Function, take_back
 from lowtide.runtime.ambient import Ambient, restored
 from lowtide.runtime.arguments import Copied
 from lowtide.runtime.ledger import Ledger, Line
 from lowtide.runtime.module_state import BufferCopies, ModuleStates
 from lowtide.runtime.randomness import HostRandom, RandomState
-from lowtide.runtime.tensor_form import TensorForm, compare_form, form_of_tensor
+from lowtide.runtime.tensor_form import TensorForm, compare_form
 
-__all__ = ["CapturedCall", "HeldArgument", "RecomputedArgument"]
+if TYPE_CHECKING:
+    from lowtide.runtime.references import Inside
+
+__all__ = ["CapturedCall", "HeldArgument", "RecomputedArgument", "SavedArgument"]
 
 
 class HeldArgument:
@@ -95,6 +114,28 @@ class RecomputedArgument:
         return _given_again(self.source.tensor(), self.requires_grad)
 
 
+class SavedArgument:
+    """A tensor that a layer was given, saved as autograd would save it: hooks around the layer may offload it."""
+
+    __slots__ = ("saved",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.saved = make_saved_tensor(tensor)
+
+    def again(self, whose: str) -> Tensor:
+        """The tensor for a replay; RebuildError if it was written to."""
+        try:
+            return self.saved.unpack()
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            found = str(error).partition("inplace operation: ")[2].partition(" instead")[0]
+            raise RebuildError(
+                f"{whose} cannot be recomputed: a tensor in one of its arguments was changed in place after it ran"
+                f" ({found}); keep it"
+            ) from error
+
+
 def _given_again(tensor: Tensor, requires_grad: bool) -> Tensor:
     """The argument of a replay, made from what was recomputed or reloaded.
 
@@ -114,16 +155,20 @@ def _given_again(tensor: Tensor, requires_grad: bool) -> Tensor:
         set_grad_enabled(before)
 
 
-_ARGUMENTS = (HeldArgument, RecomputedArgument, Copied)
+_ARGUMENTS = (HeldArgument, RecomputedArgument, SavedArgument, Copied)
+
+
+class _Stopped(BaseException):
+    """Ends a replay that has saved all that is wanted. No ``except Exception`` of a model's may catch it."""
 
 
 class CapturedCall:
-    """One call of a recomputed operator. See [Note: rebuilding]."""
+    """One call that is recomputed. See [Note: rebuilding]."""
 
     __slots__ = (
-        "ambient", "args", "autocast", "buffers", "collective", "device", "forms", "function", "host", "inside_forms",
-        "insides", "kwargs", "ledger", "line", "module", "outputs", "pending", "random", "saved", "wanted",
-        "wanted_insides",
+        "ambient", "args", "around", "autocast", "buffers", "collective", "device", "forms", "function", "host",
+        "insides", "kwargs", "ledger", "left", "line", "module", "outputs", "random", "references", "saved", "stops",
+        "wanted",
     )  # fmt: skip
 
     def __init__(self, function: Function, device: torch.device, line: Line, ledger: Ledger, ambient: Ambient) -> None:
@@ -131,24 +176,26 @@ class CapturedCall:
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.autocast = autocast_state()
+        self.around: AbstractContextManager[Any] = nullcontext()
+        """What else a replay runs in."""
         self.random: RandomState | None = None
         self.host: HostRandom | None = None
         self.module: ModuleStates | None = None
         self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.collective = False
+        self.stops = False
+        """Whether a replay ends when the last tensor has been saved, and makes no outputs."""
         self.saved = 0
         """How many tensors it saved."""
-        self.collective = False
-        self.pending = 0
-        """References that were not unpacked yet."""
-        self.wanted: list[int] = []
-        """The outputs that something refers to."""
-        self.wanted_insides: list[int] = []
+        self.insides: dict[int, ReferenceType[Inside]] = {}
+        """References to what it saved, by index."""
         self.forms: list[TensorForm | None] = []
         """Of its outputs."""
-        self.inside_forms: dict[int, TensorForm | None] = {}
-        """Of what it saved, where that is wanted."""
+        self.wanted: list[int] = []
+        """The outputs that something refers to."""
+        self.references = self.left = 0
+        """To outputs and insides, and those of them that this backward has not unpacked yet."""
         self.outputs: dict[int, Tensor] | None = None
-        self.insides: dict[int, Tensor] = {}
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[Any], Any]) -> None:
         """Remember the arguments; ``hold`` says what is held in place of each.
@@ -168,37 +215,34 @@ class CapturedCall:
 
     def want_output(self, index: int) -> None:
         """Something outstanding refers to an output."""
-        self.pending += 1
+        self.references += 1
         if index not in self.wanted:
             self.wanted.append(index)
 
-    def want_inside(self, index: int, tensor: Tensor) -> None:
-        """Something outstanding refers to ``tensor``, which the call saves as the ``index``-th."""
-        self.pending += 1
-        self.wanted_insides.append(index)
-        self.inside_forms[index] = form_of_tensor(tensor)
+    def want_inside(self, index: int, reference: ReferenceType[Inside]) -> None:
+        """What the call saves as the ``index``-th is wanted."""
+        self.references += 1
+        self.insides[index] = reference
 
     def output(self, index: int) -> Tensor:
         """An output, recomputed if it is not there."""
-        self.replay()
+        self.recompute()
         assert self.outputs is not None
         return self.outputs[index]
 
-    def inside(self, index: int) -> Tensor:
-        """What the call saved, recomputed if it is not there."""
-        self.replay()
-        return self.insides[index]
+    def recompute(self) -> None:
+        """Replay the call, unless its outputs are there."""
+        if self.outputs is None:
+            self.replay()
 
     def release(self) -> None:
-        """One reference was unpacked; with the last one the results are freed. A collective's live with the graph."""
-        self.pending -= 1
-        if self.pending <= 0 and not self.collective:
-            self.outputs, self.insides = None, {}
+        """One reference was unpacked; with the last one the outputs are freed. A collective's live with the graph."""
+        self.left -= 1
+        if self.left <= 0 and not self.collective:
+            self.outputs = None
 
     def replay(self) -> None:
-        """Run the call again, unless its results are there. RebuildError if it does something else than it did."""
-        if self.outputs is not None:
-            return
+        """Run the call again. RebuildError if it does something else than it did."""
         same: dict[int, Any] = {}
 
         def argument(value: Any) -> Any:
@@ -208,68 +252,85 @@ class CapturedCall:
                 same[id(value)] = value.again(self.line.whose)
             return same[id(value)]
 
-        args = [mapped(value, argument, _ARGUMENTS) for value in self.args]
+        args = tuple([mapped(value, argument, _ARGUMENTS) for value in self.args])
         kwargs = mapped(self.kwargs, argument, _ARGUMENTS) if self.kwargs else self.kwargs
-        saved: list[Tensor] = []
-        contexts = self._contexts(saved)
+        saved = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal saved
+            reference = self.insides.get(saved)
+            saved += 1
+            # Detached: the graph of the replay holds it, and must not be held by it.
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            inside = reference() if reference is not None else None
+            if inside is not None:
+                inside.take(tensor)
+            if self.stops and saved == self.saved:
+                raise _Stopped
+            return tensor
+
+        result: Any = None
         begin = self.ledger.begin(self.device)
+        self.line.recomputes += 1
+        undo = self._restore()
         before = torch.is_grad_enabled()
         set_grad_enabled(True)  # with gradients, as in forward: a kernel may be chosen by that
         try:
-            with ExitStack() as stack:
-                stack.enter_context(profiler_range(f"lowtide::recompute {self.line.operator}"))
-                for context in contexts:
-                    stack.enter_context(context)
-                result = self.function(*args, **kwargs)
+            with profiler_range(f"lowtide::recompute {self.line.what}"), self.around, suppress(_Stopped):
+                if self.insides:
+                    result = call_with_hooks(pack, self.function, args, kwargs, _same)
+                else:
+                    result = self.function(*args, **kwargs)
             if self.collective:
                 result = finish_collective(result)
         finally:
             set_grad_enabled(before)
+            take_back(undo)
         self.ledger.end(self.line, self.device, begin)
-        self.line.recomputes += 1
-        self._take(result, saved)
-
-    def _contexts(self, saved: list[Tensor]) -> list[AbstractContextManager[Any]]:
-        """Contexts that restore everything that the call ran in; what it saves goes to ``saved`` if that is wanted."""
-        contexts = [*restored(self.ambient), *autocast_contexts(self.autocast)]
-        if self.wanted_insides:
-
-            def pack(tensor: Tensor) -> int:
-                # Detached: the graph holds this function, which holds the list, which must not hold the graph.
-                saved.append(tensor.detach())
-                return len(saved) - 1
-
-            contexts.append(saved_tensors_hooks(pack, _never))
-        if self.random is not None:
-            contexts.append(self.random.restored())
-        if self.host is not None:
-            contexts.append(self.host.restored())
-        if self.module is not None:
-            contexts.append(self.module.restored(self.line.whose))
-        if self.buffers:
-            contexts.append(BufferCopies.restored(self.buffers))
-        return contexts
-
-    def _take(self, result: Any, saved: list[Tensor]) -> None:
-        whose = self.line.whose
-        produced = [result] if type(result) is Tensor else tensors_of(result)
-        if len(produced) != len(self.forms):
+        if self.insides and saved != self.saved:
             raise RebuildError(
-                f"{whose} cannot be recomputed: it gave {len(self.forms)} tensors when it ran, and {len(produced)} when"
-                " it was replayed; keep this operator"
+                f"{self.line.whose} cannot be recomputed: it saved {self.saved} tensors for backward when it ran, and"
+                f" {saved} when it was replayed; keep it"
             )
-        if self.wanted_insides and len(saved) != self.saved:
-            raise RebuildError(
-                f"{whose} cannot be recomputed: it saved {self.saved} tensors for backward when it ran, and"
-                f" {len(saved)} when it was replayed; keep this operator"
-            )
-        for index in self.wanted:
-            compare_form(produced[index], self.forms[index], whose)
-        for index in self.wanted_insides:
-            compare_form(saved[index], self.inside_forms[index], whose)
-        self.outputs = {index: produced[index].detach() for index in self.wanted}
-        self.insides = {index: saved[index] for index in self.wanted_insides}
+        self._take(result)
+
+    def _restore(self) -> list[Callable[[], object]]:
+        """Restore all that the call ran in; returns what undoes that. See [Note: what a replay finds]."""
+        undo: list[Callable[[], object]] = []
+        try:
+            if self.module is not None:
+                undo.append(self.module.put_back(self.line.whose))
+            if self.host is not None:
+                undo.append(self.host.put_back())
+            if self.random is not None:
+                undo.append(self.random.put_back())
+            contexts = [*restored(self.ambient), *autocast_contexts(self.autocast)]
+            if self.buffers:
+                contexts.append(BufferCopies.restored(self.buffers))
+            if contexts:
+                with ExitStack() as stack:
+                    for context in contexts:
+                        stack.enter_context(context)
+                    undo.append(stack.pop_all().close)
+        except BaseException:
+            take_back(undo)
+            raise
+        return undo
+
+    def _take(self, result: Any) -> None:
+        """Hold the outputs of a replay that something refers to."""
+        if self.forms:
+            produced = [result] if type(result) is Tensor else tensors_of(result)
+            if len(produced) != len(self.forms):
+                raise RebuildError(
+                    f"{self.line.whose} cannot be recomputed: it gave {len(self.forms)} tensors when it ran, and"
+                    f" {len(produced)} when it was replayed; keep it"
+                )
+            for index in self.wanted:
+                compare_form(produced[index], self.forms[index], self.line.whose)
+            self.outputs = {index: produced[index].detach() for index in self.wanted}
+        self.left = self.references
 
 
-def _never(index: int) -> Tensor:
-    raise RebuildError("a recomputed graph was run backward")  # it is dropped at once, so nothing can unpack it
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

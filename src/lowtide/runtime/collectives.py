@@ -151,7 +151,7 @@ def _reissue_with_gradient_of(output: Any, calls: list[CapturedCall]) -> None:
     def reissue(_: Any) -> None:
         waiting, calls[:] = list(calls), []
         for call in waiting:
-            call.replay()
+            call.recompute()
 
     # Before the nodes that made the output, which is after hooks of the tensors: FSDP gathers parameters in such a one.
     for node in {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}:

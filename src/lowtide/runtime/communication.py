@@ -12,7 +12,6 @@ turns out to have no effect is said in a warning, and in every receipt: see ``Le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +41,18 @@ __all__ = [
 
 
 def keeping_collectives(
-    plain: Function, checkpointed: Callable[..., Any], layer: nn.Module, index: int, ledger: Ledger
+    plain: Function, run: Callable[..., Any], layer: nn.Module, index: int, ledger: Ledger
 ) -> Function:
-    """A layer that is recomputed as a whole but for its collectives, whose results are kept."""
+    """A layer that is recomputed as a whole but for its collectives, whose results are kept.
+
+    ``run`` calls it with what the call and its replay run in, and ``plain`` without.
+    """
     group = _Once(lambda: tensor_parallel_group(layer), "reissue_collectives (mp_comm_recompute)", index, ledger)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         if group() is None:
             return plain(*args, **kwargs)
-        return checkpointed(args, kwargs, context_fn=partial(keep_results, f"layer {index}"))
+        return run(args, kwargs, keep_results(f"layer {index}"))
 
     return whole
 

@@ -18,11 +18,10 @@ from lowtide._torch_private.compiled import is_compiled, uncompiled
 from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.layers import find_layers
-from lowtide.operators.saved import Saved, kept_apart
+from lowtide.operators.saved import Saved, call_with_hooks, kept_apart
 from lowtide.operators.wrappers import Function
 from lowtide.policy import Decision, LayerPolicy, Swap
 from lowtide.runtime.graph import GraphLayer, SavedValue
-from lowtide.runtime.layer import call_with_hooks
 from lowtide.runtime.program import BOUNDARY
 from lowtide.runtime.refuse import is_left_alone, refuse_compilation
 from lowtide.runtime.schedule import Prefetching, Span

@@ -42,7 +42,8 @@ from lowtide.runtime.communication import decide_collectives
 from lowtide.runtime.compiled import CompiledLayer, has_compiled
 from lowtide.runtime.graph import GraphLayer
 from lowtide.runtime.layer import DecidedLayer, pass_by, swap_input
-from lowtide.runtime.program import BOUNDARY, WHOLE, LayerProgram, compile_layer
+from lowtide.runtime.ledger import WHOLE
+from lowtide.runtime.program import BOUNDARY, LayerProgram, compile_layer
 from lowtide.runtime.recompute import recompute_layer
 from lowtide.runtime.refuse import refuse_compilation, refuse_compiled_function
 from lowtide.runtime.schedule import Span

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._torch_private.compiled import is_dynamo_compiling
-from lowtide._torch_private.saved_tensor_hooks import (
-    hooks_on_top,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    remove_saved_tensors_hooks,
-)
 from lowtide._torch_private.storages import storage_key
 from lowtide.operators.calls import tensors_of
-from lowtide.operators.saved import PackHook, Saved, kept_apart, unpack
+from lowtide.operators.saved import Saved, call_with_hooks, kept_apart
 from lowtide.operators.wrappers import Function, Wrappers
 from lowtide.policy import Swap
 from lowtide.runtime.checked import LayerCheck
@@ -31,29 +25,7 @@ from lowtide.runtime.run import CapturingRun, Run
 from lowtide.runtime.schedule import Span
 from lowtide.runtime.swap import Offloads, SwapManager
 
-__all__ = ["DecidedLayer", "call_with_hooks", "pass_by", "swap_input"]
-
-
-def call_with_hooks(pack: PackHook, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``forward`` with our saved-tensor hooks on, which are off afterwards, also if it is interrupted."""
-    # Not by torch's context manager: an interrupt between its push and the first line in it would leave hooks on.
-    try:
-        push_saved_tensors_hooks(pack, unpack)
-        return forward(*args, **kwargs)
-    finally:
-        try:
-            _take_off(pack)
-        except BaseException:  # interrupted, perhaps before its first line
-            _take_off(pack)
-            raise
-
-
-def _take_off(pack: PackHook) -> None:
-    """Take our hooks off, which are on top of torch's stack unless something was interrupted."""
-    if hooks_on_top(pack):
-        pop_saved_tensors_hooks()
-    else:
-        remove_saved_tensors_hooks(pack)
+__all__ = ["DecidedLayer", "pass_by", "swap_input"]
 
 
 def pass_by(forward: Function, span: Span, index: int) -> Function:

@@ -12,8 +12,10 @@ import torch
 from lowtide.cost.stopwatch import moment, seconds_between
 from lowtide.runtime.host import HostBuffer
 
-__all__ = ["Ledger", "Line"]
+__all__ = ["WHOLE", "Ledger", "Line"]
 
+WHOLE = "the whole layer"
+"""What the receipt calls a layer that is recomputed as a whole."""
 WAITING = 256
 """Timed events that wait for the device, at least, before those that it has reached are read."""
 
@@ -46,6 +48,11 @@ class Line:
     def whose(self) -> str:
         """The operator and where it is, in words."""
         return f"{self.operator} of layer {self.layer}"
+
+    @property
+    def what(self) -> str:
+        """The same for a profile: an operator goes by its name, a whole layer by its index."""
+        return f"layer {self.layer}" if self.operator == WHOLE else self.operator
 
     def keep(self, size: int, reason: str) -> None:
         """``size`` bytes that were to leave stay on the device."""

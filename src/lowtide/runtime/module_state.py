@@ -194,17 +194,8 @@ class ModuleStates:
         """From which the modules may draw random numbers."""
         return self.attributes.generators
 
-    @contextmanager
-    def restored(self, whose: str) -> Iterator[None]:
-        """Restore the modules while this context lasts. RebuildError if a tensor of theirs was written to."""
-        undo = self.put_back(whose)
-        try:
-            yield
-        finally:
-            undo()
-
     def put_back(self, whose: str) -> Callable[[], None]:
-        """As :meth:`restored`, which costs more than this where an exception ends it; to be undone by what is given."""
+        """Restore the modules; returns what undoes that. RebuildError if a tensor of theirs was written to."""
         self._refuse_written(whose)
         was = self.attributes
         now = was if was.unchanged() else Attributes(was.modules, was.outside)

@@ -16,12 +16,10 @@ from lowtide.operators.saved import Kept, kept, kept_apart
 from lowtide.policy import Decision, Keep, Recompute, Swap
 from lowtide.runtime.ledger import Ledger, Line
 
-__all__ = ["BOUNDARY", "WHOLE", "Action", "LayerProgram", "compile_layer"]
+__all__ = ["BOUNDARY", "Action", "LayerProgram", "compile_layer"]
 
 BOUNDARY = "input"
 """What the receipt calls a layer's own input."""
-WHOLE = "the whole layer"
-"""What the receipt calls a layer that is recomputed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from lowtide.operators.effect import freed_by_recompute
 from lowtide.operators.kinds import LayerKind
 from lowtide.policy import Policy, Recompute, Resolution, Setting, format_layers
 from lowtide.runtime.graph import GraphBytes
-from lowtide.runtime.ledger import Ledger, Line
-from lowtide.runtime.program import BOUNDARY, WHOLE
+from lowtide.runtime.ledger import WHOLE, Ledger, Line
+from lowtide.runtime.program import BOUNDARY
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lowtide.runtime.captured_call import CapturedCall
+from lowtide.runtime.tensor_form import compare_form, form_of_tensor
 from lowtide.runtime.view import View
 
 __all__ = ["Cast", "Inside", "Produced"]
@@ -33,16 +35,32 @@ class Produced(NamedTuple):
         return tensor
 
 
-class Inside(NamedTuple):
-    """A tensor that a captured call saved."""
+class Inside:
+    """A tensor that a captured call saved.
 
-    call: CapturedCall
-    number: int
-    """Its index among all that the call saved."""
+    Its call knows it by a weak reference, so that a replay keeps nothing for a part of the graph that is gone.
+    """
+
+    __slots__ = ("__weakref__", "call", "form", "recomputed")
+
+    def __init__(self, call: CapturedCall, index: int, tensor: Tensor) -> None:
+        """``index`` is that of ``tensor`` among all that the call saves."""
+        self.call, self.form = call, form_of_tensor(tensor)
+        self.recomputed: Tensor | None = None
+        """Since the call was replayed, until it is unpacked."""
+        call.want_inside(index, ref(self))
+
+    def take(self, tensor: Tensor) -> None:
+        """A replay has saved it again."""
+        compare_form(tensor, self.form, self.call.line.whose)
+        self.recomputed = tensor
 
     def tensor(self) -> Tensor:
         """The tensor."""
-        tensor = self.call.inside(self.number)
+        if self.recomputed is None:
+            self.call.replay()
+        tensor, self.recomputed = self.recomputed, None
+        assert tensor is not None
         self.call.release()
         return tensor
 

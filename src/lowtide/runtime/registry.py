@@ -15,7 +15,7 @@ from lowtide._torch_private.versions import count_of_writes, own_version, versio
 from lowtide._torch_private.views import view_base
 from lowtide.operators.calls import tensors_of
 from lowtide.operators.saved import Saved
-from lowtide.runtime.arguments import Copied, is_shared
+from lowtide.runtime.arguments import hold
 from lowtide.runtime.captured_call import CapturedCall, HeldArgument, RecomputedArgument
 from lowtide.runtime.references import Produced
 from lowtide.runtime.tensor_form import form_of_tensor
@@ -87,10 +87,7 @@ class Registry:
     def hold(self, value: Any) -> Any:
         """What a captured call holds in place of an argument."""
         if not isinstance(value, Tensor):
-            if is_shared(value):
-                return value
-            copied = Copied(value)
-            return value if copied.value is value and not copied.tensors else copied
+            return hold(value)
         source = (self.find(value) or self.find_by_storage(value)) if self.entries else None
         if source is None:
             held = HeldArgument(value)

@@ -187,9 +187,7 @@ class CapturingRun(Run):
             produced.call.want_output(produced.output)
             return produced
         if self.open is not None and action.owner == self.name:
-            index = self.number - 1 - self.begun
-            self.open.want_inside(index, tensor)
-            return Inside(self.open, index)
+            return Inside(self.open, self.number - 1 - self.begun, tensor)
         return self._cast(tensor) if action.cast else None
 
     def _cast(self, tensor: Tensor) -> Cast | None:
