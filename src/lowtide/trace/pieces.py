@@ -1,18 +1,24 @@
 """The kernels of a split graph: what a compiler that fuses makes of its nodes, and what of it is in memory.
 
 [Note: fusion]
-Matrix products, attention and what else has a kernel of its own is one kernel each. All other nodes join the nodes that
-they read where no such kernel lies between, by counting on every path how many do; a reduction over any dimension but
-the last ends a group too, since its result is needed in full before it is read. What only nodes of one group read is
-never in memory. A group that has nodes of several operators is one kernel for each of them, so that one operator's can
-be replayed alone: bytes that two operators read are counted for both.
+Matrix products, attention and what else has a kernel of its own is one kernel each, and what it reads is in memory. So
+is what outlives the graph, and what is reduced. Every other node is computed again by each kernel that reads it, from
+what is in memory.
 
-Compilers fuse less than this where shapes differ, and more across reductions.
+Kernels that compute what is in memory are made one if they have as many elements to go through and share what they
+read, or one reads what the other makes, as long as no other kernel is between them; those that share most come first.
+A reduction over any dimension but the last goes through its elements in another order, and joins only its like. What
+only one such kernel reads of what it makes is never in memory.
+
+In backward each of these is one kernel. In forward it is one for each of its operators, so that one operator's can be
+replayed alone; what several of them read is counted for the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -27,7 +33,7 @@ from lowtide.trace.traffic import bytes_read, computed_in
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-__all__ = ["Piece", "Pieces", "has_own_kernel", "pieces_of", "stored_in"]
+__all__ = ["FUSED", "Piece", "Pieces", "has_own_kernel", "pieces_of", "stored_in"]
 
 FUSED = "compiled::fused"
 """The kind of a kernel that was made of several nodes."""
@@ -52,8 +58,6 @@ class Pieces(NamedTuple):
     """In order."""
     reads: Mapping[Node, tuple[Node, ...]]
     """What each node that computes reads, as the nodes whose storages those are."""
-    own_kernel: frozenset[Node]
-    """The nodes that are never part of another kernel."""
 
 
 def stored_in(node: Node) -> Node:
@@ -73,63 +77,203 @@ def pieces_of(
     kept: Collection[Node],
     held: Collection[Node] = (),
     fuses: bool,
+    apart: bool,
 ) -> Pieces:
     """The kernels of a graph. ``kept`` are storages that outlive it, or are handed out; ``held`` are made too, without
-    being counted: another decision would hold them."""
-    computing = [node for node in graph.nodes if node.op == "call_function" and _computes(node)]
+    being counted: another decision would hold them. ``apart`` says whether each operator's kernels are its own."""
+    computing = {node: place for place, node in enumerate(graph.nodes) if _computes(node)}
     reads = {
         node: tuple(dict.fromkeys(stored_in(given) for given in node.all_input_nodes if tensors_of_node(given)))
         for node in computing
     }
-    own = frozenset(node for node in computing if not fuses or has_own_kernel(node))
-    groups = _groups(computing, reads, own)
-    outside: dict[Node, bool] = dict.fromkeys(kept, True)
-    for node in computing:
-        for given in reads[node]:
-            if groups.get(_maker(given)) is not groups[node]:
-                outside[given] = True
-    found: list[Piece] = []
-    seen: set[tuple[Node, str, Node]] = set()
-    run: list[Node] = []
-    for node in computing:
-        if run and (groups[run[0]] is not groups[node] or operator_of(run[0]) != operator_of(node)):
-            _add(found, run, operator_of(run[0]), groups, reads, outside, held, own, seen)
-            run = []
-        run.append(node)
-    if run:
-        _add(found, run, operator_of(run[0]), groups, reads, outside, held, own, seen)
-    return Pieces(tuple(found), reads, own)
+    units = _units(reads, kept, fuses)
+    groups = _groups(units)
+    written = set(kept)
+    for node, unit in units.items():
+        written.update(given for given in unit.reads if groups.get(_maker(given)) is not groups[node])
+    pieces = _Pieces(reads, written, held)
+    for group in _in_order(units, groups):
+        if units[group[0]].form is None:
+            pieces.add_own_kernel(group[0], operator_of(group[0]))
+            continue
+        inside = sorted({one for node in group for one in units[node].nodes}, key=computing.__getitem__)
+        pieces.begin_fused(inside)
+        for operator, run in _runs(inside, operator_of) if apart else [(operator_of(group[0]), inside)]:
+            pieces.add_fused(run, operator)
+    return Pieces(tuple(pieces.found), reads)
 
 
-def _add(
-    found: list[Piece],
-    run: list[Node],
-    operator: str,
-    groups: Mapping[Node, Node],
-    reads: Mapping[Node, tuple[Node, ...]],
-    outside: Mapping[Node, bool],
-    held: Collection[Node],
-    own: Collection[Node],
-    seen: set[tuple[Node, str, Node]],
-) -> None:
-    """One kernel of neighbouring nodes of one group and operator; none where it reads and makes nothing in memory."""
-    group = groups[run[0]]
-    given = dict.fromkeys(one for node in run for one in reads[node] if groups.get(_maker(one)) is not group)
-    made = [value for node in run for value in _values(node)]
-    written = [value for value in made if outside.get(value) or run[0] in own]
-    makes = [value for value in made if value in written or value in held]
-    fresh = [one for one in given if (group, operator, one) not in seen]
-    seen.update((group, operator, one) for one in fresh)
-    touched = sum(map(size_of, written))
-    if run[0] in own:
-        touched += sum(bytes_read(tensor) for one in run[0].all_input_nodes for tensor in tensors_of_node(one))
-        kernel = _own_kernel(run[0], operator, touched)
-    else:
-        touched += sum(map(size_of, fresh))
-        tensors = [tensor for one in (*given, *made) for tensor in tensors_of_node(one)]
-        kernel = Kernel(FUSED, operator, computed_in(tensors), touched=touched)
-    if touched or makes or kernel.flops:
-        found.append(Piece(operator, kernel, tuple(given), tuple(makes), tuple(run)))
+class _Form(NamedTuple):
+    """What a kernel goes through."""
+
+    elements: int
+    reduced: int | None = None
+    """How many are left of them, if it reduces."""
+    by_columns: bool = False
+    """Whether in the order of a reduction over a dimension that is not the last."""
+
+    def with_other(self, other: _Form) -> _Form | None:
+        """What a kernel goes through that does the work of both; None if none can."""
+        alike = (self.elements, self.by_columns) == (other.elements, other.by_columns)
+        if alike and (None in (self.reduced, other.reduced) or self.reduced == other.reduced):
+            return self if other.reduced is None else other
+        if other == _Form(self.reduced or 0):
+            return self
+        return other if self == _Form(other.reduced or 0) else None
+
+
+class _Unit(NamedTuple):
+    """What computes a value that is in memory, unless it is made one with others."""
+
+    nodes: tuple[Node, ...]
+    """It, and those that are computed again for it."""
+    reads: tuple[Node, ...]
+    """The storages that these read."""
+    form: _Form | None
+    """None for a kernel of its own."""
+
+
+def _units(reads: Mapping[Node, tuple[Node, ...]], kept: Collection[Node], fuses: bool) -> dict[Node, _Unit]:
+    """By the node that makes what is in memory."""
+    own = {node for node in reads if not fuses or has_own_kernel(node)}
+    in_memory = own | {_maker(given) for node in own for given in reads[node]} | set(map(_maker, kept))
+    readers = Counter(_maker(given) for all_given in reads.values() for given in all_given)
+    again: dict[Node, _Unit] = {}
+    units: dict[Node, _Unit] = {}
+    for node, all_given in reads.items():
+        before = [again[maker] for maker in map(_maker, all_given) if maker in again]
+        stored = [given for given in all_given if _maker(given) not in again]
+        nodes = dict.fromkeys([*(one for unit in before for one in unit.nodes), node])
+        given = dict.fromkeys([*(one for unit in before for one in unit.reads), *stored])
+        unit = _Unit(tuple(nodes), tuple(given), None if node in own else _form(node))
+        if node in in_memory or _is_reduction(node) or (len(given) > _MOST_READ and readers[node] > 1):
+            units[node] = unit
+        else:
+            again[node] = unit
+    return units
+
+
+_MOST_READ = 4
+"""Inductor keeps a value that is computed from more than this many others, where two kernels or more read it."""
+
+
+def _groups(units: Mapping[Node, _Unit]) -> dict[Node, Node]:
+    """For each unit the first one of those that it is made one with. See [Note: fusion]."""
+    first = {node: node for node in units}
+    forms = {node: unit.form for node, unit in units.items() if unit.form is not None}
+    before: dict[Node, set[Node]] = {  # what has to run directly before a group
+        node: {_maker(given) for given in unit.reads if _maker(given) in units} for node, unit in units.items()
+    }
+
+    def group_of(node: Node) -> Node:
+        while first[node] is not node:
+            first[node] = node = first[first[node]]
+        return node
+
+    def is_between(one: Node, other: Node) -> bool:
+        """Whether another group has to run after one, and before the other."""
+        waiting = [maker for maker in map(group_of, before[other]) if maker is not one]
+        seen: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is one:
+                return True
+            if node not in seen:
+                seen.add(node)
+                waiting += map(group_of, before[node])
+        return False
+
+    for pair in _sharing(units):
+        one, other = map(group_of, pair)
+        form = forms[one].with_other(forms[other])
+        if one is not other and form is not None and not is_between(one, other) and not is_between(other, one):
+            first[other], forms[one] = one, form
+            before[one] = {maker for maker in map(group_of, before[one] | before[other]) if maker is not one}
+    return {node: group_of(node) for node in units}
+
+
+def _sharing(units: Mapping[Node, _Unit]) -> list[tuple[Node, Node]]:
+    """The pairs of units that touch the same memory, those that share most first."""
+    touching: dict[Node, list[Node]] = {}
+    for node, unit in units.items():
+        if unit.form is not None:
+            for value in (*unit.reads, *_values(node)):
+                touching.setdefault(value, []).append(node)
+    shared: dict[tuple[Node, Node], int] = {}
+    for value, nodes in touching.items():
+        for pair in combinations(nodes, 2):
+            shared[pair] = shared.get(pair, 0) + size_of(value)
+    return sorted(shared, key=lambda pair: -shared[pair])
+
+
+def _in_order(units: Mapping[Node, _Unit], groups: Mapping[Node, Node]) -> list[list[Node]]:
+    """The groups, each after those that make what it reads."""
+    members: dict[Node, list[Node]] = {}
+    for node in units:
+        members.setdefault(groups[node], []).append(node)
+    found: dict[Node, list[Node]] = {}
+
+    def add(group: Node) -> None:
+        for node in members[group]:
+            for maker in map(_maker, units[node].reads):
+                if groups.get(maker, group) is not group and groups[maker] not in found:
+                    add(groups[maker])
+        found[group] = members[group]
+
+    for group in members:
+        if group not in found:
+            add(group)
+    return list(found.values())
+
+
+def _runs(nodes: Iterable[Node], operator_of: Callable[[Node], str]) -> list[tuple[str, list[Node]]]:
+    """Neighbours of one operator."""
+    return [(operator, list(run)) for operator, run in groupby(nodes, operator_of)]
+
+
+class _Pieces:
+    """Makes kernels of groups, in order."""
+
+    def __init__(
+        self, reads: Mapping[Node, tuple[Node, ...]], written: Collection[Node], held: Collection[Node]
+    ) -> None:
+        self.reads, self.written, self.held = reads, written, held
+        self.found: list[Piece] = []
+        self.made: set[Node] = set()
+        self.inside: Collection[Node] = ()
+        """The nodes of the group."""
+        self.counted: set[Node] = set()
+        """What the group has read."""
+
+    def add_own_kernel(self, node: Node, operator: str) -> None:
+        """A kernel of one node."""
+        makes = _values(node)
+        touched = sum(map(size_of, makes))
+        touched += sum(bytes_read(tensor) for one in node.all_input_nodes for tensor in tensors_of_node(one))
+        self.made.update(makes)
+        self.found.append(
+            Piece(operator, _own_kernel(node, operator, touched), self.reads[node], tuple(makes), (node,))
+        )
+
+    def begin_fused(self, inside: Collection[Node]) -> None:
+        """The nodes of a group follow."""
+        self.inside = frozenset(inside)
+        self.counted = set()
+
+    def add_fused(self, run: Sequence[Node], operator: str) -> None:
+        """A kernel of some nodes of the group; none where it touches and makes nothing."""
+        given = tuple(dict.fromkeys(one for node in run for one in self.reads[node] if _maker(one) not in self.inside))
+        fresh = [one for one in given if one not in self.counted]
+        self.counted.update(fresh)
+        made = [value for node in run for value in _values(node) if value not in self.made]
+        written = [value for value in made if value in self.written]
+        makes = [value for value in made if value in self.written or value in self.held]
+        self.made.update(makes)
+        touched = sum(map(size_of, (*fresh, *written)))
+        if touched or makes:
+            tensors = [tensor for one in (*given, *made) for tensor in tensors_of_node(one)]
+            kernel = Kernel(FUSED, operator, computed_in(tensors), touched=touched)
+            self.found.append(Piece(operator, kernel, given, tuple(makes), tuple(run)))
 
 
 def _own_kernel(node: Node, operator: str, touched: int) -> Kernel:
@@ -151,28 +295,6 @@ def _value(given: Any) -> Any:
     return given.meta.get("val") if hasattr(given, "meta") and not isinstance(given, Tensor) else given
 
 
-def _groups(
-    computing: list[Node], reads: Mapping[Node, tuple[Node, ...]], own: Collection[Node]
-) -> Mapping[Node, Node]:
-    """For each node the first one of its group. See [Note: fusion]."""
-    levels: dict[Node, int] = {}
-    first: dict[Node, Node] = {node: node for node in computing}
-
-    def group_of(node: Node) -> Node:
-        while first[node] is not node:
-            first[node] = node = first[first[node]]
-        return node
-
-    for node in computing:
-        makers = [maker for maker in map(_maker, reads[node]) if maker in levels]
-        levels[node] = max((levels[maker] + (maker in own or _ends_group(maker)) for maker in makers), default=0)
-        for maker in makers:
-            if not (node in own or maker in own or _ends_group(maker)) and levels[maker] == levels[node]:
-                one, other = group_of(maker), group_of(node)
-                first[other] = one
-    return {node: group_of(node) for node in computing}
-
-
 def _maker(value: Node) -> Node:
     """The node that computes a storage."""
     return value.all_input_nodes[0] if _is_part(value) and value.all_input_nodes else value
@@ -190,7 +312,7 @@ def _is_part(node: Node) -> bool:
 
 
 def _computes(node: Node) -> bool:
-    return bool(tensors_of_node(node)) and not is_view(node)
+    return node.op == "call_function" and bool(tensors_of_node(node)) and not is_view(node)
 
 
 def has_own_kernel(node: Node) -> bool:
@@ -202,6 +324,8 @@ def has_own_kernel(node: Node) -> bool:
     space, _, short = name.partition("::")
     if space not in ("aten", "prims", "inductor_prims") or communicates(node):
         return True
+    if short in ("slice_scatter", "select_scatter", "diagonal_scatter"):  # each element is one of the two inputs'
+        return False
     return name in MATMUL or name in ATTENTION or any(word in short for word in _APART)
 
 
@@ -213,17 +337,19 @@ _APART = (
 """Words in the names of operations that compilers do not fuse, or not well."""
 
 
-def _ends_group(node: Node) -> bool:
-    """Whether it reduces another dimension than the last."""
-    target: Any = node.target
-    if not is_operator(target) or schema_of(target).name.partition("::")[2] not in _REDUCTIONS:
-        return False
+def _is_reduction(node: Node) -> bool:
+    return is_operator(node.target) and schema_of(node.target).name.partition("::")[2] in _REDUCTIONS
+
+
+def _form(node: Node) -> _Form:
+    made = max(tensor.numel() for tensor in tensors_of_node(node))
     given = next((tensor for one in node.all_input_nodes for tensor in tensors_of_node(one)), None)
-    if given is None:
-        return False
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if given is None or not _is_reduction(node):
+        return _Form(made)
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     chosen = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, list | tuple) else range(given.dim())
-    return any(isinstance(one, int) and one not in (-1, given.dim() - 1) for one in chosen)
+    others = [one for one in chosen if isinstance(one, int) and one not in (-1, given.dim() - 1)]
+    return _Form(given.numel(), made, by_columns=bool(others))
 
 
 _REDUCTIONS = frozenset(

@@ -175,7 +175,7 @@ class _Builder:
         by_name = {node.name: node for node in graph.nodes}
         held = [by_name[name] for names in self.added.values() for name in names if name in by_name]
         kept = {*self.saved, *map(stored_in, self.handed)}
-        found = pieces_of(graph, operator_of, kept=kept, held=held, fuses=self.split.fuses)
+        found = pieces_of(graph, operator_of, kept=kept, held=held, fuses=self.split.fuses, apart=True)
         result, *others = map(stored_in, self.handed)
         events: list[Event] = []
         for node in graph.nodes:
@@ -309,7 +309,8 @@ class _Builder:
         role = dict(zip((stored_in(one) if _is_tensor(one) else None for one in outputs), roles.values(), strict=False))
         if eager.input_gradient is None:  # what comes before the layer does not ask for it
             role = {node: one for node, one in role.items() if one != "input"}
-        found = pieces_of(graph, operator_of, kept={one for one in role if one is not None}, fuses=self.split.fuses)
+        kept = {one for one in role if one is not None}
+        found = pieces_of(graph, operator_of, kept=kept, fuses=self.split.fuses, apart=False)
         first, last = _users(found, self.pack_of)
         gone = self._last_readers(found, [()] * len(found.all))
         events: list[Event] = []
