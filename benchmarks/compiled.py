@@ -33,10 +33,11 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -242,74 +243,112 @@ class Stack(nn.Module):
         return loss
 
 
-def against_torch(rounds: int, console: Console) -> dict[str, Any]:
-    """Our step's CPU time over that of torch's own budget, at the bytes that torch's holds."""
+LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256
+
+
+def _stack() -> tuple[Stack, Tensor]:
+    """The model, and a batch."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    return Stack(LAYERS, WIDTH, HEADS), tokens
+
+
+def _splitting_with(budget: float | None) -> AbstractContextManager[None]:
+    """torch's own budget while graphs are compiled."""
+    if budget is None:
+        return nullcontext()
+    patched: AbstractContextManager[None] = torch._functorch.config.patch(activation_memory_budget=budget)
+    return patched
+
+
+def traced(budget: float) -> Trace:
+    """The Trace of the compiled layers, as torch splits them with that budget."""
+    torch._dynamo.reset()
+    model, tokens = _stack()
+    many = tokens.repeat(SCALE, 1)
+    for layer in find_layers(model, None).modules:
+        layer.compile()
+    with _splitting_with(budget):
+        return capture(model, lambda: model(many), rounds=0).without_seconds()
+
+
+def train(pipe: Connection, budget: float | None, policy: Policy | None) -> None:
+    """A process in which a model with compiled layers trains: sends the bytes that they hold for backward, then, each
+    time it is asked to, the CPU time of a step."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    layers, width, heads, length = 4, 256, 4, 256
-    tokens = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(0))
-
-    def made() -> Stack:
-        torch.manual_seed(0)
-        return Stack(layers, width, heads)
-
-    def compiled(budget: float | None, policy: Policy | None, backend: str = "inductor") -> tuple[Stack, int]:
-        """A model with compiled layers that has run once, and the bytes that they hold for backward."""
-        torch._dynamo.reset()
-        model = made()
-        for layer in find_layers(model, None).modules:
-            layer.compile(backend=backend)
-        if policy is not None:
-            lowtide.apply(model, policy)
-        patch = torch._functorch.config.patch(activation_memory_budget=budget) if budget is not None else nullcontext()
-        with patch:
-            held = _saved_bytes(lambda: model(tokens), model)
+    model, tokens = _stack()
+    for layer in find_layers(model, None).modules:
+        layer.compile()
+    if policy is not None:
+        lowtide.apply(model, policy)
+    with _splitting_with(budget):  # as long as it runs: a graph that is compiled again must be split like the first
+        pipe.send(_saved_bytes(lambda: model(tokens), model))
+        for _ in range(3):
             model(tokens).backward()
-        return model, held
+        while pipe.recv():
+            begin = time.process_time()
+            model(tokens).backward()
+            pipe.send(time.process_time() - begin)
 
-    def traced(budget: float) -> Trace:
-        """The Trace of the compiled layers, as torch splits them with that budget."""
-        torch._dynamo.reset()
-        model, many = made(), tokens.repeat(SCALE, 1)
-        for layer in find_layers(model, None).modules:
-            layer.compile()
-        with torch._functorch.config.patch(activation_memory_budget=budget):
-            return capture(model, lambda: model(many), rounds=0).without_seconds()
 
-    _, everything = compiled(None, None)
+def against_torch(rounds: int, console: Console) -> dict[str, Any]:
+    """Our step's CPU time over that of torch's own budget, at the bytes that torch's holds.
+
+    Each model is in a process of its own, since compiled functions of one process share their graphs, and all take
+    turns, a step each.
+    """
+    warnings.simplefilter("ignore")
     trace = traced(1.0)
     found: dict[str, Any] = {}
     for budget in BUDGETS:
-        theirs, target = compiled(budget, None)
         simulated = lowtide.plan(traced(budget), budget=1 << 40, device="cpu", swap=False, **EXPANDABLE).simulation
         plan = lowtide.plan(trace, budget=simulated.reserved, device="cpu", swap=False, must_fit=False, **EXPANDABLE)
-        policy = plan.policy
-        ours, held = compiled(None, policy)
-        plain, _ = compiled(None, None)
-        ratios, alone = [], []
-        for _ in range(rounds):
-            seconds = {}
-            for name, model in (("ours", ours), ("theirs", theirs), ("plain", plain)):
-                begin = time.process_time()
-                model(tokens).backward()
-                seconds[name] = time.process_time() - begin
-            ratios.append(seconds["ours"] / seconds["theirs"])
-            alone.append(seconds["ours"] / seconds["plain"])
+        with ExitStack() as stack:
+            models = {
+                "ours": stack.enter_context(_training(None, plan.policy)),
+                "theirs": stack.enter_context(_training(budget, None)),
+                "plain": stack.enter_context(_training(None, None)),
+            }
+            held = {name: pipe.recv() for name, pipe in models.items()}
+            ratios, alone = [], []
+            for _ in range(rounds):
+                seconds = {}
+                for name, pipe in models.items():
+                    pipe.send(True)
+                    seconds[name] = pipe.recv()
+                ratios.append(seconds["ours"] / seconds["theirs"])
+                alone.append({name: seconds[name] / seconds["plain"] for name in ("ours", "theirs")})
+            for pipe in models.values():
+                pipe.send(False)
         found[str(budget)] = {
-            "torch_bytes": target,
-            "our_bytes": held,
+            "torch_bytes": held["theirs"],
+            "our_bytes": held["ours"],
+            "all_bytes": held["plain"],
             "simulated_over_torch": plan.simulation.seconds / simulated.seconds,
             "fits": plan.feasible,
-            "all_bytes": everything,
             "plan_budget": plan.budget,
-            "policy": str(policy),
+            "policy": str(plan.policy),
             "ours_over_torch": statistics.median(ratios),
             "quartiles": statistics.quantiles(ratios, n=4),
-            "ours_over_undecided": statistics.median(alone),
+            "ours_over_undecided": statistics.median(one["ours"] for one in alone),
+            "torch_over_undecided": statistics.median(one["theirs"] for one in alone),
         }
         console.print(f"activation_memory_budget {budget}: {found[str(budget)]}", markup=False, highlight=False)
     mean = statistics.mean(one["ours_over_torch"] for one in found.values())
     return {"budget_vs_torch": mean, "budgets": found}
+
+
+@contextmanager
+def _training(budget: float | None, policy: Policy | None) -> Iterator[Connection]:
+    """The pipe to a process that trains."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=train, args=(theirs, budget, policy), daemon=True)
+    process.start()
+    theirs.close()  # so that what is read from a process that died raises
+    yield ours
+    process.join()
 
 
 def _saved_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
