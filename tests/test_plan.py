@@ -107,8 +107,8 @@ def test_torchs_device_is_looked_up_or_named() -> None:
     [
         lambda loss: loss,
         lambda loss: SimpleNamespace(loss=loss, logits=None),
-        lambda loss: {"loss": loss},
-        lambda loss: (loss, "more"),
+        pytest.param(lambda loss: {"loss": loss}, marks=pytest.mark.slow),
+        pytest.param(lambda loss: (loss, "more"), marks=pytest.mark.slow),
         lambda loss: loss.reshape(1),
     ],
 )

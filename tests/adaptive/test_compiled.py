@@ -75,7 +75,9 @@ def in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("share", "swap"), [(0.75, False), (0.75, True), (0.6, True)])
+@pytest.mark.parametrize(
+    ("share", "swap"), [pytest.param(0.75, False, marks=pytest.mark.slow), (0.75, True), (0.6, True)]
+)
 def test_compiled_layers_are_planned_for_and_stay_below_the_budget(share: float, swap: bool) -> None:
     expected, kept, _ = train(in_place, None)
     budget = int(share * max(kept))
@@ -90,7 +92,7 @@ def test_compiled_layers_are_planned_for_and_stay_below_the_budget(share: float,
     assert torch.compiler.is_compiling() is False
 
 
-@pytest.mark.parametrize("share", [0.9, 0.75])
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.75])
 def test_a_model_that_is_compiled_as_a_whole_is_planned_for_without_swap(share: float) -> None:
     def whole(model: nn.Module) -> Any:
         return torch.compile(model, backend="aot_eager")

@@ -81,8 +81,14 @@ def test_a_loop_in_parts_is_exact(device: str) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, 7], ids=["safe", "profiled first", "profiled", "planned"])
-@pytest.mark.parametrize("number", range(MICRO))
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        pytest.param(step, number, id=f"{name}-{number}", marks=[] if number == place % MICRO else [pytest.mark.slow])
+        for place, (name, step) in enumerate({"safe": 0, "profiled first": 1, "profiled": 3, "planned": 7}.items())
+        for number in range(MICRO)
+    ],
+)
 def test_the_micro_batches_so_far_are_retried_together(step: int, number: int) -> None:
     expected, _ = train("tide", given=False)
     found, kinds = train("tide", out_of_memory(step, number))

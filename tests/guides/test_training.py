@@ -79,10 +79,9 @@ def receipts(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-# Eight processes have two cores to share: the case that has everything in it is run every time.
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case.startswith("4") else [pytest.mark.slow]) for case in SWAP_CASES]
-)
+# Eight processes have two cores to share.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SWAP_CASES)
 def test_a_swap_case_trains_on_eight_processes_and_the_guides_command_finds_the_guides_lines(
     case: str, tmp_path: Path
 ) -> None:

@@ -13,11 +13,14 @@ from lowtide.integrations.discovery import Discovery
 from lowtide.integrations.settings import Settings
 from support.script_cases import SCRIPTS, Ended, same, start
 
+FEW = ("--layers", "3")
+"""What makes it short."""
+
 
 @pytest.fixture(scope="module")
 def nanogpt(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """The script that several tests start, alone, with plenty of memory."""
-    ended = start(SCRIPTS / "nanogpt.py", folder=tmp_path_factory.mktemp("nanogpt"))
+    ended = start(SCRIPTS / "nanogpt.py", *FEW, folder=tmp_path_factory.mktemp("nanogpt"))
     assert ended.code == 0, ended.error
     return ended
 
@@ -29,21 +32,26 @@ def written(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "capacity", "said"),
+    ("name", "arguments", "capacity", "said"),
     [
-        ("nanogpt", 20 << 20, ["attached to GPT, 6 layers at 'h', stepped by AdamW"]),
+        ("nanogpt", FEW, 12 << 20, ["attached to GPT, 3 layers at 'h', stepped by AdamW"]),
         pytest.param(
-            "gan", 60 << 20, ["attached to Sequential, 6 layers, stepped by Adam"] * 2, marks=pytest.mark.slow
+            "gan", (), 60 << 20, ["attached to Sequential, 6 layers, stepped by Adam"] * 2, marks=pytest.mark.slow
         ),
     ],
 )
 def test_a_script_that_dies_alone_survives_with_the_same_results(
-    name: str, capacity: int, said: list[str], request: pytest.FixtureRequest, tmp_path: Path
+    name: str,
+    arguments: tuple[str, ...],
+    capacity: int,
+    said: list[str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     script = SCRIPTS / f"{name}.py"
     alone = request.getfixturevalue(name) if name == "nanogpt" else start(script, folder=tmp_path)
-    tight = start(script, folder=tmp_path, capacity=capacity)
-    under = start(script, folder=tmp_path, under=["--quiet"], capacity=capacity)
+    tight = start(script, *arguments, folder=tmp_path, capacity=capacity)
+    under = start(script, *arguments, folder=tmp_path, under=["--quiet"], capacity=capacity)
     assert alone.code == 0
     assert tight.code == 1
     assert "OutOfMemoryError" in tight.error
@@ -52,6 +60,7 @@ def test_a_script_that_dies_alone_survives_with_the_same_results(
     assert same(under.results, alone.results)
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     script = SCRIPTS / "ddp.py"
     alone = start(script, folder=tmp_path, ranks=2)
@@ -194,11 +203,11 @@ def test_a_script_ends_as_it_would_alone(text: str, code: int, tmp_path: Path) -
 def test_a_policy_and_a_report(nanogpt: Ended, tmp_path: Path) -> None:
     script = SCRIPTS / "nanogpt.py"
     Policy.uniform(default=Recompute()).save(tmp_path / "policy.json")
-    applied = start(script, folder=tmp_path, under=["--policy", str(tmp_path / "policy.json")])
+    applied = start(script, *FEW, folder=tmp_path, under=["--policy", str(tmp_path / "policy.json")])
     assert applied.code == 0, applied.error
-    assert applied.said == ["lowtide: applies the Policy to GPT, 6 layers at 'h'"]
+    assert applied.said == ["lowtide: applies the Policy to GPT, 3 layers at 'h'"]
     assert same(applied.results, nanogpt.results)
-    reported = start(script, folder=tmp_path, under=["--quiet", "--report", str(tmp_path / "report")])
+    reported = start(script, *FEW, folder=tmp_path, under=["--quiet", "--report", str(tmp_path / "report")])
     assert reported.code == 0, reported.error
     assert reported.said[-1] == f"lowtide: page: {tmp_path / 'report' / 'report.html'}"
     assert "<!doctype html>" in (tmp_path / "report" / "report.html").read_text()[:20]

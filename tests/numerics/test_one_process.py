@@ -15,7 +15,13 @@ EXPECTED: dict[tuple[str, str], Any] = {}
 
 
 CASES = [
-    pytest.param(row, device, id=f"{row} on {device}", marks=[] if fast else pytest.mark.slow)
+    pytest.param(
+        row,
+        device,
+        id=f"{row} on {device}",
+        # One process has them all, and what they are compared with.
+        marks=[pytest.mark.xdist_group(row), *([] if fast else [pytest.mark.slow])],
+    )
     for row in SITUATIONS
     for device, fast in (("tide", True), ("cpu", row == "one process"))
 ]

@@ -95,7 +95,7 @@ def pattern_of(name: str) -> Pattern:
 
 CASES = [
     # Experts have many operators.
-    pytest.param(name, autocast, marks=[pytest.mark.slow] if name == "mixtral" else [])
+    pytest.param(name, autocast, marks=[pytest.mark.slow] if autocast or name == "mixtral" else [])
     for name in MODELS
     for autocast in (False, True)
 ]

@@ -448,8 +448,8 @@ def test_operators_of_python_have_the_names_of_eager_mode() -> None:
         assert compiled == eager
 
 
-FAMILIES = ["reference", "llama", "gpt2", "deepseek", "vit", "t5"]
-SLOW = ["reference_moe", "qwen3_moe", "gemma", "bert", "whisper", "convnext", "rwkv"]
+FAMILIES = ["reference", "llama", "gpt2", "vit"]
+SLOW = ["deepseek", "t5", "reference_moe", "qwen3_moe", "gemma", "bert", "whisper", "convnext", "rwkv"]
 
 
 @pytest.mark.parametrize("way", ["by layer", pytest.param("whole model", marks=pytest.mark.slow)])

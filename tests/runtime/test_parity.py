@@ -14,7 +14,7 @@ from tide.testing import fresh_tide  # noqa: F401
 FIRST = 1_000_000 - 1_000_000 % len(GRID)
 
 
-@pytest.mark.parametrize("number", range(FIRST, FIRST + len(GRID), 4))
+@pytest.mark.parametrize("number", range(FIRST, FIRST + len(GRID), 6))
 def test_a_random_policy_changes_no_bit_and_leaves_nothing(number: int) -> None:
     outcome = run_case(case(number))
     assert outcome.exact, str(outcome)

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "pipeline")])
 def test_mfu_is_the_plans_flops_over_the_peak_of_the_named_device(tmp_path: Path, layout: str) -> None:
     document = merged(TINY, LAYOUTS[layout])
     run = train(tmp_path, document, "--nproc", "2", "--device", "cpu")
