@@ -20,7 +20,9 @@ layer without one, on the real clock, in several processes.
 ``lowtide.plan`` makes for the memory that a step of torch's split reserves when it is simulated, from a Trace of the
 layers that torch compiles with that budget; CPU time of a step, interleaved, ours over torch's.
 
-FlexAttention has no backward on the CPU and is not among the models. This benchmark is nightly: it takes half an hour.
+FlexAttention has no backward on the CPU and is not among the models. This benchmark is nightly: its cases take most of
+an hour on two cores. With ``--log FILE`` each cell is written there when it has run, and those that are there are not
+run again.
 """
 
 from __future__ import annotations
@@ -64,10 +66,12 @@ SCALE = 16
 EXPANDABLE: Any = {"expandable_segments": True}
 
 
-def all_cases(quick: bool, console: Console) -> list[Outcome]:
-    """The outcomes of every cell, from two processes."""
-    chosen = QUICK if quick else CELLS
-    found: list[Outcome] = []
+def all_cases(quick: bool, log: Path | None, console: Console) -> list[Outcome]:
+    """The outcomes of every cell, from two processes; those that are in ``log`` are taken from there."""
+    lines = log.read_text().splitlines() if log is not None and log.exists() else []
+    found = [Outcome(Cell(*cell), *rest) for line in lines for cell, *rest in json.loads(line)]
+    known = {one.cell for one in found}
+    chosen = [cell for cell in (QUICK if quick else CELLS) if cell not in known]
     # A new process for each cell: what Dynamo and Inductor keep of a cell would slow the next ones down.
     pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"), max_tasks_per_child=1)
     with pool, Progress(console=console, disable=not console.is_terminal, transient=True) as shown:
@@ -75,6 +79,9 @@ def all_cases(quick: bool, console: Console) -> list[Outcome]:
         waiting = [pool.submit(run_cell, cell, 1 if quick else POLICIES[cell.backend]) for cell in chosen]
         for future in as_completed(waiting):
             found += future.result()
+            if log is not None:
+                with log.open("a") as file:
+                    print(json.dumps(future.result()), file=file)
             shown.advance(task)
             if not console.is_terminal:
                 console.print(_line(future.result()), markup=False, highlight=False)
@@ -374,11 +381,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="two cells and short rounds, under a minute")
     parser.add_argument("--only", choices=("cases", "host", "budget"), help="one of the three parts")
+    parser.add_argument("--log", type=Path, help="where cells are written when they have run, to go on from")
     options = parser.parse_args()
     console = Console(stderr=True)
     figures: dict[str, Any] = {}
     if options.only in (None, "cases"):
-        outcomes = all_cases(options.quick, console)
+        outcomes = all_cases(options.quick, options.log, console)
         console.print(table_of(outcomes))
         for one in outcomes:
             if one.error or (one.different and one.cell.backend == "aot_eager"):
