@@ -21,8 +21,8 @@ layer without one, on the real clock, in several processes.
 layers that torch compiles with that budget; CPU time of a step, interleaved, ours over torch's.
 
 FlexAttention has no backward on the CPU and is not among the models. This benchmark is nightly: its cases take most of
-an hour on two cores. With ``--log FILE`` each cell is written there when it has run, and those that are there are not
-run again.
+an hour on two cores. With ``--log FILE`` each cell is written there when it has run, and those that the same commit has
+written there are not run again.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ EXPANDABLE: Any = {"expandable_segments": True}
 
 
 def all_cases(quick: bool, log: Path | None, console: Console) -> list[Outcome]:
-    """The outcomes of every cell, from two processes; those that are in ``log`` are taken from there."""
-    lines = log.read_text().splitlines() if log is not None and log.exists() else []
-    found = [Outcome(Cell(*cell), *rest) for line in lines for cell, *rest in json.loads(line)]
+    """The outcomes of every cell, from two processes; those of this commit in ``log`` are taken from there."""
+    commit = stamped({})["stamp"]["commit"]
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log is not None and log.exists() else []
+    found = [Outcome(Cell(*cell), *rest) for of, cells in lines if of == commit for cell, *rest in cells]
     known = {one.cell for one in found}
     chosen = [cell for cell in (QUICK if quick else CELLS) if cell not in known]
     # A new process for each cell: what Dynamo and Inductor keep of a cell would slow the next ones down.
@@ -81,7 +82,7 @@ def all_cases(quick: bool, log: Path | None, console: Console) -> list[Outcome]:
             found += future.result()
             if log is not None:
                 with log.open("a") as file:
-                    print(json.dumps(future.result()), file=file)
+                    print(json.dumps([commit, future.result()]), file=file)
             shown.advance(task)
             if not console.is_terminal:
                 console.print(_line(future.result()), markup=False, highlight=False)
@@ -383,6 +384,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("cases", "host", "budget"), help="one of the three parts")
     parser.add_argument("--log", type=Path, help="where cells are written when they have run, to go on from")
     options = parser.parse_args()
+    if options.quick and options.log is not None:
+        parser.error("--log is for all cells: leave out --quick, which runs two with fewer Policies")
     console = Console(stderr=True)
     figures: dict[str, Any] = {}
     if options.only in (None, "cases"):

@@ -43,7 +43,9 @@ def test_every_operator_holds_what_it_holds_on_a_device(name: str) -> None:
     assert held(imagined) == held(traced(SHAPES[name], "tide"))
 
 
-@pytest.mark.parametrize("name", ["llama", "latent"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("llama", "latent") else [pytest.mark.slow]) for name in SHAPES]
+)
 def test_on_a_cpu_more_is_held(name: str) -> None:
     with device_kernels("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         plain = traced(SHAPES[name], "cpu")

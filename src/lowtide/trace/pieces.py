@@ -17,7 +17,7 @@ replayed alone; what several of them read is counted for the first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,9 +97,8 @@ def pieces_of(
             pieces.add_own_kernel(group[0], operator_of(group[0]))
             continue
         inside = sorted({one for node in group for one in units[node].nodes}, key=computing.__getitem__)
-        pieces.begin_fused(inside)
-        for operator, run in _runs(inside, operator_of) if apart else [(operator_of(group[0]), inside)]:
-            pieces.add_fused(run, operator)
+        runs = [(operator, list(run)) for operator, run in groupby(inside, operator_of)]
+        pieces.add_fused(runs if apart else [(operator_of(group[0]), inside)])
     return Pieces(tuple(pieces.found), reads)
 
 
@@ -226,11 +225,6 @@ def _in_order(units: Mapping[Node, _Unit], groups: Mapping[Node, Node]) -> list[
     return list(found.values())
 
 
-def _runs(nodes: Iterable[Node], operator_of: Callable[[Node], str]) -> list[tuple[str, list[Node]]]:
-    """Neighbours of one operator."""
-    return [(operator, list(run)) for operator, run in groupby(nodes, operator_of)]
-
-
 class _Pieces:
     """Makes kernels of groups, in order."""
 
@@ -240,10 +234,6 @@ class _Pieces:
         self.reads, self.written, self.held = reads, written, held
         self.found: list[Piece] = []
         self.made: set[Node] = set()
-        self.inside: Collection[Node] = ()
-        """The nodes of the group."""
-        self.counted: set[Node] = set()
-        """What the group has read."""
 
     def add_own_kernel(self, node: Node, operator: str) -> None:
         """A kernel of one node."""
@@ -255,25 +245,22 @@ class _Pieces:
             Piece(operator, _own_kernel(node, operator, touched), self.reads[node], tuple(makes), (node,))
         )
 
-    def begin_fused(self, inside: Collection[Node]) -> None:
-        """The nodes of a group follow."""
-        self.inside = frozenset(inside)
-        self.counted = set()
-
-    def add_fused(self, run: Sequence[Node], operator: str) -> None:
-        """A kernel of some nodes of the group; none where it touches and makes nothing."""
-        given = tuple(dict.fromkeys(one for node in run for one in self.reads[node] if _maker(one) not in self.inside))
-        fresh = [one for one in given if one not in self.counted]
-        self.counted.update(fresh)
-        made = [value for node in run for value in _values(node) if value not in self.made]
-        written = [value for value in made if value in self.written]
-        makes = [value for value in made if value in self.written or value in self.held]
-        self.made.update(makes)
-        touched = sum(map(size_of, (*fresh, *written)))
-        if touched or makes:
-            tensors = [tensor for one in (*given, *made) for tensor in tensors_of_node(one)]
-            kernel = Kernel(FUSED, operator, computed_in(tensors), touched=touched)
-            self.found.append(Piece(operator, kernel, given, tuple(makes), tuple(run)))
+    def add_fused(self, runs: Sequence[tuple[str, Sequence[Node]]]) -> None:
+        """The kernels of one group, one for each operator and its nodes; none that touches and makes nothing."""
+        inside = {node for _, run in runs for node in run}
+        counted: set[Node] = set()
+        for operator, run in runs:
+            given = tuple(dict.fromkeys(one for node in run for one in self.reads[node] if _maker(one) not in inside))
+            made = [value for node in run for value in _values(node) if value not in self.made]
+            makes = [value for value in made if value in self.written or value in self.held]
+            touched = sum(size_of(one) for one in given if one not in counted)
+            touched += sum(size_of(value) for value in made if value in self.written)
+            counted.update(given)
+            self.made.update(makes)
+            if touched or makes:
+                tensors = [tensor for one in (*given, *made) for tensor in tensors_of_node(one)]
+                kernel = Kernel(FUSED, operator, computed_in(tensors), touched=touched)
+                self.found.append(Piece(operator, kernel, given, tuple(makes), tuple(run)))
 
 
 def _own_kernel(node: Node, operator: str, touched: int) -> Kernel:
