@@ -43,6 +43,28 @@ def test_a_first_run_that_raises_teaches_nothing(failing: int) -> None:
     assert [bool(line.swaps) for line in lines(handle, "silu")] == [True] * 3
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_after_frozen_embeddings_only_the_first_two_layers_keep_everything(frozen: int) -> None:
+    """The first layer's input has no gradient, so it saves less than the others: they have a profile of their own."""
+
+    def body(layer: Any, x: Tensor) -> Tensor:
+        return x + layer.down(functional.silu(layer.up(x)))
+
+    model = Stack(body, 5)
+    for layer in model.layers[:frozen]:
+        layer.requires_grad_(False)
+    handle = apply(model, Policy((swap("silu"),) * 5), limits=Limits(minimum_bytes=1))
+    own = model(torch.randn(ROWS, WIDTH)).sum()
+    said = handle.receipt()
+    assert {one.layer for one in said.operators if one.swaps} == set(range(frozen + 2, 5))
+    assert f"layers {frozen}-{frozen + 1} kept everything" in str(said)
+    own.backward()
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    said = handle.receipt()
+    assert {one.layer for one in said.operators if one.swaps} == set(range(frozen, 5))
+    assert "kept everything" not in str(said)
+
+
 def test_an_unmatched_pattern_leaves_no_mode_behind() -> None:
     model = Stack(gated, 2)
     apply(model, Policy((swap("sillu"),) * 2))

@@ -16,7 +16,7 @@ from lowtide.operators.kinds import LayerKind
 from lowtide.operators.layers import Layers, check_module, find_layers
 from lowtide.operators.wrappers import Hook
 from lowtide.planner.plan import Plan
-from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, resolve
+from lowtide.policy import Catalogue, Keep, Operator, Policy, Resolution, Swap, Unused, format_layers, resolve
 from lowtide.policy.idle import idle_settings
 from lowtide.runtime.communication import ReshardAfterForward
 from lowtide.runtime.follower import LayerFollower, Shared, Structure
@@ -48,7 +48,8 @@ def apply(
 
     ``policy`` may be a Plan, whose Policy is applied, or the name of a file that :func:`lowtide.load_policy` reads.
     Layers with the same modules are profiled once, in the first run of the first of them; that layer keeps everything
-    in that step. A pattern that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
+    in that step. If its input has no gradient, which makes it save less than the others, so does the second. A pattern
+    that matches nothing raises :class:`~lowtide.errors.UnmatchedError` then.
 
     ``layers`` names the module that holds the layers, where the longest run of equal children is not it. ``limits``
     caps what swapping may take. ``verify`` compares every tensor that is unpacked with what was saved, in every step,
@@ -128,7 +129,7 @@ class Handle:
         self.resolution: Resolution | None = None
         self.ledger = Ledger()
         self.manager = SwapManager(limits, self.ledger)
-        shared = Shared(policy, self.manager, self.profiles, verify, self._profiled, self._profile_next)
+        shared = Shared(policy, self.manager, self.profiles, verify, self._profiled, self._profile_next, self._is_apart)
         self.followers = [LayerFollower(index, layer, shared) for index, layer in enumerate(layers.modules)]
         self._graphs = list(dict.fromkeys(one.graph for one in self.followers if one.graph is not None))
         self._gathering: list[Any] = []
@@ -178,6 +179,9 @@ class Handle:
         """What happened since the last receipt, or since the Policy was applied. Waits for the device."""
         more = [f"{name} in layer {index} is kept: its call cannot be replayed" for index, name in self.kept]
         more += self.ledger.without_effect
+        if profiled := sorted(self.ledger.profiled):
+            which = f"layer {profiled[0]}" if len(profiled) == 1 else f"layers {format_layers(profiled)}"
+            more.append(f"{which} kept everything in one step, to be profiled")
         profiles = {one.index: one.profile for one in self.followers}
         receipt = write_receipt(self.policy, self.resolution, profiles, self.ledger, more, self.compiled_bytes())
         self.ledger.clear()
@@ -230,8 +234,8 @@ class Handle:
         A structure that has not run yet counts as many operators as ``unknown``; there is nothing better to go by.
         """
         complete = {one.structure for one in self.followers if not one.compiled} <= set(self.profiles)
-        catalogues = {structure: known.catalogue for structure, known in self.profiles.items()}
-        catalogue = Catalogue(tuple(catalogues.get(one.structure, unknown) for one in self.followers))
+        profiles = (one.profile for one in self.followers)
+        catalogue = Catalogue(tuple(known.catalogue if known is not None else unknown for known in profiles))
         resolution = resolve(self.policy, catalogue, require_match=complete and not self.allow_unmatched)
         if complete:
             self.resolution = resolution
@@ -249,5 +253,19 @@ class Handle:
         if frozen.structure in self.profiles:  # it was profiled before, and was frozen since
             frozen.install()
             return
-        alike = [one for one in self.followers if one.structure == frozen.structure and not one.compiled]
+        alike = self._alike(frozen)
         alike[(alike.index(frozen) + 1) % len(alike)].watch()
+
+    def _is_apart(self, first: LayerFollower) -> bool:
+        """Whether a layer whose input has no gradient gets a profile of its own; the next one like it is profiled too.
+
+        After frozen embeddings the first layer saves less than the others, which would all diverge from its profile.
+        """
+        alike = self._alike(first)
+        if first.settings.recomputed_as_a_whole or first is alike[-1] or any(one.own_profile for one in alike):
+            return False
+        alike[alike.index(first) + 1].watch()
+        return True
+
+    def _alike(self, follower: LayerFollower) -> list[LayerFollower]:
+        return [one for one in self.followers if one.structure == follower.structure and not one.compiled]

@@ -30,7 +30,7 @@ from torch import nn
 
 from lowtide._torch_private.compiled import between_graphs, compiled_call, is_compiled, uncompiled
 from lowtide.errors import PolicyError
-from lowtide.operators.calls import CallTracker, Site
+from lowtide.operators.calls import CallTracker, Site, tensors_of
 from lowtide.operators.kinds import LayerKind, layer_kind
 from lowtide.operators.observation import Observation
 from lowtide.operators.profiler import Profiler
@@ -103,6 +103,8 @@ class Shared(NamedTuple):
     """Called when a structure has been profiled."""
     frozen: Callable[[LayerFollower], None]
     """Called when a layer that was to be profiled saved nothing, since nothing in it needs gradients."""
+    is_apart: Callable[[LayerFollower], bool]
+    """Whether a layer whose input has no gradient, as after frozen embeddings, is profiled for itself alone."""
 
 
 class LayerFollower:
@@ -241,7 +243,7 @@ class LayerFollower:
         elif attached is not None:
             attached.attach()
 
-    def _profiled(self, seen: Observation) -> None:
+    def _profiled(self, seen: Observation, given_gradients: bool) -> None:
         """A run with gradients was profiled."""
         if self.state is State.REMOVED:
             return
@@ -249,8 +251,12 @@ class LayerFollower:
         if not seen.packs:
             self.shared.frozen(self)
             return
+        self.shared.manager.ledger.profiled.add(self.index)
         kind = layer_kind(self.layer, seen)
         if self.structure not in self.shared.profiles:
+            if not given_gradients and self.shared.is_apart(self):
+                self.own_profile = kind
+                return
             self.shared.profiled(self.structure, kind)
             return
         self.own_profile = kind  # its control flow diverged from that of its structure
@@ -339,8 +345,10 @@ class _Wrapped:
 class _Profiling:
     """A layer whose next run with gradients is profiled."""
 
-    def __init__(self, index: int, layer: nn.Module, done: Callable[[Observation], None]) -> None:
+    def __init__(self, index: int, layer: nn.Module, done: Callable[[Observation, bool], None]) -> None:
         self.index, self.layer, self.done = index, layer, done
+        self.given_gradients = False
+        """Whether the layer's input has gradients."""
         self.tracker = CallTracker(layer, self, partial(refuse_compiled_function, index))
         self.profiler: Profiler | None = None
 
@@ -359,6 +367,7 @@ class _Profiling:
 
     def layer_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_compilation(self.index)
+        self.given_gradients = any(one.requires_grad for one in tensors_of((args, kwargs)))
         self.profiler = Profiler(self.layer)
         self.profiler.layer_begins(args, kwargs)
 
@@ -380,4 +389,4 @@ class _Profiling:
         self.profiler.layer_ends()
         seen, self.profiler = self.profiler.result(), None
         if completed and (seen.packs or torch.is_grad_enabled()):  # without gradients there is nothing to profile
-            self.done(seen)
+            self.done(seen, self.given_gradients)

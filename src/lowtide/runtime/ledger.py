@@ -73,6 +73,8 @@ class Ledger:
         """In the order of their ends, but for streams that overtake each other."""
         self.without_effect: dict[str, None] = {}
         """Settings that turned out to have no effect, in words: they have none in the next step either."""
+        self.profiled: set[int] = set()
+        """Layers that kept everything in a run, since they were profiled in it."""
 
     def idle(self, what: str) -> None:
         """A setting has no effect: warn of it, once, and have every receipt say it."""
@@ -117,5 +119,6 @@ class Ledger:
     def clear(self) -> None:
         """Reset all counts."""
         self.timed.clear()
+        self.profiled.clear()
         for line in self.lines.values():
             line.clear()
