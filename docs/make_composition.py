@@ -63,7 +63,7 @@ seen), if the ranks' control flow differs there.
 Operators and whole layers are recomputed inside compiled graphs, of layers and of models. What is swapped is swapped by
 hooks around compiled layers, so the layers are compiled *before* the Policy is applied; inside a compiled model that is
 refused in the first step. In compiled tensor-parallel layers torch 2.13 cannot recompute, and neither can its own
-checkpoint; torch 2.14 and 2.15 can, which was tried and not compared bit by bit yet. [](guides/compile.md) has the rest.
+checkpoint; torch 2.14 and 2.15 can, and are exact there. [](guides/compile.md) has the rest.
 """  # noqa: E501
 
 
