@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lowtide.errors import RunDirectoryError
 from lowtide.train.launch import launched, tie_to_launcher
 from lowtide.train.logs import OF_EACH_RANK, start_logging
+from lowtide.train.mesh import process_group
 from lowtide.train.options import restarted
 from lowtide.train.run_directory import RunDirectory, on_first_rank, open_run_directory
 
@@ -29,12 +31,8 @@ def refuse() -> RunDirectory:
     raise RunDirectoryError("refused by rank 0")
 
 
-def main(log_dir: Path, deed: str) -> None:
-    tie_to_launcher()
-    rank = int(os.environ["RANK"])
-    logs = start_logging(rank, log_dir, continued=restarted(), redirect=launched())
+def work(log_dir: Path, deed: str, rank: int) -> None:
     log = logging.getLogger("lowtide.stand_in")
-    dist.init_process_group("gloo")
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     log.info("sum %g of %d ranks, process %d", total.item(), dist.get_world_size(), os.getpid(), extra=OF_EACH_RANK)
@@ -51,7 +49,14 @@ def main(log_dir: Path, deed: str) -> None:
     if rank == 1 and (deed == "fail" or (deed == "fail_once" and not restarted())):
         raise RuntimeError("this rank was made to fail")
     dist.barrier()
-    dist.destroy_process_group()
+
+
+def main(log_dir: Path, deed: str) -> None:
+    tie_to_launcher()
+    rank = int(os.environ["RANK"])
+    logs = start_logging(rank, log_dir, continued=restarted(), redirect=launched())
+    with process_group(timedelta(seconds=60)):
+        work(log_dir, deed, rank)
     logs.close()
 
 

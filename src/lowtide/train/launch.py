@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,8 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            rank = _first(error.failures)
+            failure = error.failures[rank]
             say(_failure(settings, rank, failure.exitcode, sorted(set(error.failures) - {rank})))
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         except SignalException as error:
@@ -219,6 +220,22 @@ def _lost(settings: Launch, error: Exception) -> str:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+
+
+def _first(failures: Mapping[int, Any]) -> int:
+    """The rank that failed first, which torch knows to the second; the others may have failed for having lost it.
+
+    That is one that ended without a word, or else the one that noted its error first. Those that the launcher ended
+    come last.
+    """
+
+    def when(rank: int) -> float:
+        try:
+            return os.stat(failures[rank].error_file).st_mtime_ns
+        except FileNotFoundError:
+            return float("inf") if failures[rank].exitcode == -signal.SIGTERM else 0
+
+    return min(failures, key=when)
 
 
 def _failure(settings: Launch, rank: int, code: int, others: list[int]) -> str:

@@ -67,7 +67,10 @@ def rank_seed(run: Run, meshes: Meshes) -> int:
 
 @contextmanager
 def process_group(patience: timedelta) -> Iterator[torch.device]:
-    """This rank's device, in a process group of all ranks; one process alone is a group too."""
+    """This rank's device, in a process group of all ranks; one process alone is a group too.
+
+    An error is noted where the launcher finds it before the group ends: the other ranks fail for that only then.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # gloo connects each rank to each other when a group is made: thousands of sockets a rank, in each group. So it
     # connects the ranks that talk to each other, when they first do.
@@ -86,6 +89,11 @@ def process_group(patience: timedelta) -> Iterator[torch.device]:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=patience)
     try:
         yield device
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        raise
     finally:
         make_meshes.cache_clear()
         dist.destroy_process_group()
