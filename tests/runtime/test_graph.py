@@ -275,6 +275,27 @@ def test_layers_of_one_structure_may_have_other_operators(way: Compile) -> None:
         assert not {"mul", "tanh"} & set(one.held), index
 
 
+POSITIONS = torch.arange(8.0)[:, None]
+
+
+class Positioned(Layer):
+    """Each layer computes a value that is the same for all, as the mask of a fused attention is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x) * torch.cos(POSITIONS))
+
+
+def test_a_value_that_all_layers_compute_is_held_once_and_counts_as_read() -> None:
+    model = Model(layer=Positioned)
+    compiled = whole(model)
+    handle = apply(model, policy(cos=Recompute(), mul=Recompute()))
+    steps(compiled, model)
+    held = [one.held.get("cos", 0) for one in handle.compiled_bytes().values()]
+    assert held == [8 * 4, 0, 0]
+    read = [one.inputs for one in handle.compiled_bytes().values()]
+    assert sum(read) == 3 * VALUE + sum(held)  # besides each layer's norm
+
+
 class Breaking(Layer):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)

@@ -296,13 +296,15 @@ def _deciding(backend: Backend) -> Backend:
 def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any, **settings: Any) -> tuple[Any, Any]:
     """Split a joint graph as decided, and note what its layers hold."""
     outputs = settings["num_fwd_outputs"]
-    recomputed = recomputed_nodes(joint.graph, lambda key, operator: _LAYERS[key].recomputes(operator))
+    recomputed = _recomputed(joint)
     undecided: dict[int, dict[str, int]] | None = None
     read: dict[int, int] = {}
     if recomputed:
-        forward, _ = partitioner(copied(joint), inputs, *args, **settings)
+        copy = copied(joint)
+        forward, _ = partitioner(copy, inputs, *args, **settings)
         undecided = _held(forward.graph, outputs)
-        read = _read(recomputed, {source_of(node).name for node in saved_tensors(forward.graph, outputs)})
+        # From the copy: values that are equal, such as the mask of each layer, are one by now.
+        read = _read(_recomputed(copy), {source_of(node).name for node in saved_tensors(forward.graph, outputs)})
         mark(recomputed)
     forward, backward = partitioner(joint, inputs, *args, **settings)
     if recomputed and torch.__version__ < "2.14" and any(_is_opaque(node) for node in saved_by(forward.graph, outputs)):
@@ -324,6 +326,10 @@ def _split(partitioner: Partitioner, joint: GraphModule, inputs: Any, *args: Any
         if len(found) == len(all_bytes) == 1 and order not in layer.saved:
             layer.saved.append(order)
     return forward, backward
+
+
+def _recomputed(joint: GraphModule) -> dict[Node, int]:
+    return recomputed_nodes(joint.graph, lambda key, operator: _LAYERS[key].recomputes(operator))
 
 
 def _second(pair: tuple[str, int]) -> int:
