@@ -396,7 +396,7 @@ def main() -> None:
                 console.print(str(one), markup=False, highlight=False, style="red")
         figures |= figures_of(outcomes) | switches()
     if options.only in (None, "host"):
-        figures |= host_microseconds(2 if options.quick else 12)
+        figures |= host_microseconds(2 if options.quick else 24)
     if options.only == "budget" or (options.only is None and not options.quick):
         figures |= against_torch(30, console)
     if options.json:

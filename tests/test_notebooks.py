@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import nbformat
@@ -21,7 +23,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("file", "smaller"), CASES)
-def test_a_notebook_runs(file: Path, smaller: bool, tmp_path: Path) -> None:
+def test_a_notebook_runs(file: Path, smaller: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Path(sys.executable).parent  # where lowtide is, if this environment is not activated
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(file, as_version=4)
     cells = notebook.cells
     notebook.cells = [cell for cell in cells if "install" not in cell.metadata.get("tags", [])]
