@@ -13,7 +13,7 @@ import torch
 import tide
 from tide import faults
 
-SECONDS = float(os.environ.get("TIDE_STRESS_SECONDS", "60"))
+SECONDS = float(os.environ.get("TIDE_STRESS_SECONDS", "20"))
 
 
 class Worker(threading.Thread):
