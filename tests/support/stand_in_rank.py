@@ -1,12 +1,13 @@
 """One rank of a process group that sums its ranks: what the launcher starts in its tests.
 
-python -m support.stand_in_rank LOG_DIR sum|fail|fail_once|wait
+python -m support.stand_in_rank LOG_DIR sum|fail|fail_once|die|wait
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -48,6 +49,8 @@ def work(log_dir: Path, deed: str, rank: int) -> None:
         time.sleep(120)
     if rank == 1 and (deed == "fail" or (deed == "fail_once" and not restarted())):
         raise RuntimeError("this rank was made to fail")
+    if rank == 1 and deed == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 

@@ -122,9 +122,11 @@ def launch(module: str, arguments: Sequence[str], settings: Launch, say: Callabl
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
             rank = _first(error.failures)
-            failure = error.failures[rank]
-            say(_failure(settings, rank, failure.exitcode, sorted(set(error.failures) - {rank})))
-            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            code = error.failures[rank].exitcode
+            if code == -signal.SIGTERM and os.path.exists(error.failures[rank].error_file):
+                code = 1  # it was ending with its error, and another had failed for that, when the launcher ended both
+            say(_failure(settings, rank, code, sorted(set(error.failures) - {rank})))
+            return code if code > 0 else 128 - code
         except SignalException as error:
             say(f"ended by {error.sigval.name}; every rank was ended with it")
             return 128 + int(error.sigval)
