@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,22 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Two noisy cores: time says nothing about an example, and a failure must come again.
 settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lowtide")
+
+
+def pytest_collection_finish() -> None:
+    keep_for_good()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_module_leaves_stays() -> Iterator[None]:
+    yield
+    keep_for_good()
+
+
+def keep_for_good() -> None:
+    """Collections need not look again at what is there now: with torch's compiler imported each would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
