@@ -28,18 +28,9 @@ settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_h
 settings.load_profile("lowtide")
 
 
-def pytest_collection_finish() -> None:
-    keep_for_good()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _what_a_module_leaves_stays() -> Iterator[None]:
-    yield
-    keep_for_good()
-
-
-def keep_for_good() -> None:
-    """Collections need not look again at what is there now: with torch's compiler imported each would take a second."""
+def _collections_are_short() -> None:
+    """Collections look only at what the module's tests make: all that torch's compiler has takes a second each time."""
     gc.collect()
     gc.freeze()
 
