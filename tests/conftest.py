@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from lowtide._torch_private.modes import function_modes
+from support.garbage import collect_garbage
 from support.left_on import take_off
 from support.ranks import Ranks
 
@@ -30,9 +31,21 @@ settings.load_profile("lowtide")
 
 @pytest.fixture(scope="module", autouse=True)
 def _collections_are_short() -> None:
-    """Collections look only at what the module's tests make: all that torch's compiler has takes a second each time."""
-    gc.collect()
-    gc.freeze()
+    """Collections look only at what the module's tests make: all that torch's compiler has takes a second each time.
+
+    What an earlier test still has on a device may yet go, so it is not set aside.
+    """
+    collect_garbage()
+    if on_a_device():
+        gc.unfreeze()
+        collect_garbage()
+    if not on_a_device():
+        gc.freeze()
+
+
+def on_a_device() -> int:
+    """Bytes of tensors there."""
+    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else 0
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lowtide._torch_private.operators import scoped_library
 from lowtide.adaptive.rescue import Rescue
 from lowtide.errors import RescueError
+from support.garbage import collect_garbage
 from support.ranks import Ranks
 from support.sweep_cases import (
     Subject,
@@ -121,7 +121,7 @@ def less_memory(share: float, **settings: Any) -> Iterator[tuple[list[Tensor], T
     expected = undisturbed.train(plainly)
     activations = torch.accelerator.max_memory_allocated() - before
     del undisturbed
-    gc.collect()
+    collect_garbage()
     trained = Trained(**settings)
     held = torch.accelerator.memory_allocated()
     faults.shrink_capacity(1, -int(share * activations))  # from the next allocation on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from lowtide.adaptive.fragmentation import Fragmentation
 from lowtide.adaptive.record import load_record
 from lowtide.adaptive.session import Adaptive
 from lowtide.trace import Trace
+from support.garbage import collect_garbage
 from support.ranks import Ranks
 from support.session_cases import in_session, session_on_ranks
 from support.sweep_cases import single
@@ -51,7 +51,7 @@ def undisturbed(name: str = "llama", steps: int = 9) -> tuple[list[float], int, 
     """Losses, what is static, and what keeping everything reserves."""
     training = Training(name)
     losses = [training.step() for _ in range(2)]
-    gc.collect()
+    collect_garbage()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     losses += [training.step() for _ in range(steps - 2)]
@@ -182,7 +182,7 @@ def test_a_run_on_a_device_too_small_for_a_plan_goes_on_and_reports_what_is_enou
     del training
 
     def trained(capacity: int) -> tuple[list[float], Adaptive]:
-        gc.collect()
+        collect_garbage()
         training = Training(**SCARCE)
         tide.configure(capacity=capacity)
         with lowtide.adapt(training.model, training.optimizer, profiling_steps=5, verbose=False) as run:
@@ -269,7 +269,7 @@ def test_memory_that_a_neighbour_takes_and_gives_back_is_planned_with_each_time(
     losses, policies = [], {}
     for number in range(steps):
         if number in (8, 16):
-            gc.collect()
+            collect_garbage()
             torch.accelerator.empty_cache()  # the neighbour can only have what is free
             tide.configure(capacity=capacities[6 if number == 8 else 9])
         losses.append(run.step(training.step))

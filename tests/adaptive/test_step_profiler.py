@@ -26,6 +26,7 @@ from lowtide.runtime.apply import apply
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Part, Trace, kernels_of
 from support import parity_models
+from support.garbage import collect_garbage
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 4, 64, 4, 200
 SHAPE = DecoderShape(
@@ -67,7 +68,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
 
     def peak(self, step: Callable[[], None]) -> int:
-        gc.collect()
+        collect_garbage()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         step()
@@ -104,7 +105,7 @@ def look_on(run: Run, steps: int = TIMED_STEPS + 1) -> StepProfiler:
 def tight(run: Run, share: float) -> int:
     """A capacity of what is there after a step and that share of what a step adds."""
     run.step()
-    gc.collect()
+    collect_garbage()
     there = torch.accelerator.memory_allocated()
     needed = run.peak(run.step) - there
     return there + int(share * needed)

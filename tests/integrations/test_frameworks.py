@@ -5,7 +5,6 @@ Those that are not installed are skipped; ``pip install .[integrations] -c const
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import tide
 from lowtide import LowtideError, Policy, Recompute, Swap
 from support.framework_cases import CASES, Case, Job, tight
+from support.garbage import collect_garbage
 from tide.testing import fresh_tide  # noqa: F401
 
 POLICY = Policy.uniform({"mlp.*": Recompute()}, default=Swap(2))
@@ -126,11 +126,11 @@ def test_a_training_that_dies_without_it_survives(name: str, case: Case, fresh_t
     torch.accelerator.reset_peak_memory_stats()
     plain = case(job)
     capacity = int(share * torch.accelerator.max_memory_allocated())
-    gc.collect()
+    collect_garbage()
     torch.accelerator.empty_cache()
     tide.configure(capacity=capacity)
     with pytest.raises(torch.OutOfMemoryError):
         case(job)
-    gc.collect()
+    collect_garbage()
     torch.accelerator.empty_cache()
     assert not case(replace(job, attach={})).differs(plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
 from numerics.layouts import PLAIN, sequence_parallel_model
 from numerics.model import Llama, Value, build, gradients, loss_of, tokens_of, values
+from support.garbage import collect_garbage
 
 LAYERS = 3
 
@@ -52,7 +52,7 @@ def run(layout: str, policy: Policy | None, device: str) -> Seen:
         counter, held = Counting(), 0
         for step in range(3):
             tokens = tokens_of(step).to(device)
-            gc.collect()  # what earlier programs left must not go while this is measured
+            collect_garbage()  # what earlier programs left must not go while this is measured
             before = torch.accelerator.memory_allocated() if device != "cpu" else 0
             loss = loss_of(model(tokens), tokens)
             held = torch.accelerator.memory_allocated() - before if device != "cpu" else 0

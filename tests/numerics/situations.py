@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from numerics.model import Block, Llama, Value, build, gradients, loss_of, tokens_of, values
 from numerics.policies import apply_column
+from support.garbage import collect_garbage
 
 STEPS = 3
 Situation = Callable[[Llama, str, Callable[..., None]], None]
@@ -21,7 +21,7 @@ Situation = Callable[[Llama, str, Callable[..., None]], None]
 
 def run(situation: Situation, column: str | None, device: str, *, prepare: Callable[..., Any] | None = None) -> Any:
     """The values of a run, the handle, and the bytes that it left on the device."""
-    gc.collect()
+    collect_garbage()
     before = torch.accelerator.memory_allocated() if device != "cpu" else 0
     model = build(dropout=0.1)
     if prepare is not None:
@@ -37,7 +37,7 @@ def run(situation: Situation, column: str | None, device: str, *, prepare: Calla
         optimizer.zero_grad(set_to_none=True)
 
     situation(model, device, record)
-    gc.collect()
+    collect_garbage()
     held = torch.accelerator.memory_allocated() - before if device != "cpu" else 0
     return found, handle, held
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from lowtide.operators.effect import Effect, effect_of, freed_by_recompute, free
 from lowtide.operators.kinds import LayerKind
 from lowtide.operators.survey import Survey, survey
 from lowtide.policy import Catalogue, resolve
+from support.garbage import collect_garbage
 from support.tiny_models import surveyed, tiny
 
 
@@ -136,10 +136,10 @@ def test_a_device_measures_what_was_counted(pattern: str, autocast: bool) -> Non
             model.zero_grad(set_to_none=True)
         kind = next(iter(handle.profiles.values())) if handle is not None else None
         del model, handle, loss
-        gc.collect()
+        collect_garbage()
         return held, kind
 
-    gc.collect()  # what earlier tests left on the device is not to be freed in between
+    collect_garbage()  # what earlier tests left on the device is not to be freed in between
     tide.reset()
     tide.configure(preset="h100")
     (plain, _), (freed, kind) = held(()), held((rule,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from lowtide.policy import LayerPolicy, Policy, Recompute, Swap
 from lowtide.runtime.apply import apply
 from lowtide.trace.capture import capture
 from lowtide.trace.trace import Part, Trace
+from support.garbage import collect_garbage
 from support.parity_cases import random_policy
 
 LAYERS, LENGTH, VOCABULARY = 3, 64, 200
@@ -53,7 +53,7 @@ class Subject:
         handle = apply(self.model, policy)
         for _ in range(2):
             self.model.zero_grad(set_to_none=True)
-            gc.collect()
+            collect_garbage()
             torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
             before, begin = torch.accelerator.memory_allocated(), tide.now()
@@ -63,7 +63,7 @@ class Subject:
         seconds, peak = (tide.now() - begin) / 1e9, torch.accelerator.max_memory_allocated()
         handle.remove()
         self.model.zero_grad(set_to_none=True)
-        gc.collect()
+        collect_garbage()
         return peak - before, seconds
 
 

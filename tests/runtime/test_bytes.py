@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
 from lowtide.runtime.receipt import Receipt
+from support.garbage import collect_garbage
 
 LAYERS = 3
 SMALL: dict[str, Any] = {
@@ -53,7 +53,7 @@ def made(name: str) -> Any:
 def _nothing_is_left() -> Any:
     yield
     made.cache_clear()  # other tests of this process want the device's memory
-    gc.collect()
+    collect_garbage()
 
 
 def requested() -> int:
@@ -85,7 +85,7 @@ def step(
         handle.remove()
     model.zero_grad()
     del handle, loss
-    gc.collect()
+    collect_garbage()
     return held, gradients, kind, receipt
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_left_after_backward(autocast: bool) -> None:
         made("llama")
         before = torch.accelerator.memory_allocated()
         step(policy, autocast)
-        gc.collect()
+        collect_garbage()
         assert torch.accelerator.memory_allocated() == before
 
 
@@ -184,7 +184,7 @@ def test_nothing_is_left_after_backward_where_autocast_is_around_it_too() -> Non
         with torch.autocast("tide", torch.bfloat16):
             for _ in range(2):  # the first step learns
                 model(x).float().sum().backward()
-            gc.collect()
+            collect_garbage()
             before = requested()
             model(x).float().sum().backward()
             found = requested() - before

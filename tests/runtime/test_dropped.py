@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ import tide  # noqa: F401
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
+from support.garbage import collect_garbage
 
 
 class Diverging(nn.Module):
@@ -43,7 +42,7 @@ def test_a_diverged_graph_that_is_dropped_is_freed(decision: LayerPolicy) -> Non
         model.zero_grad()
         model.eval()
         model(x)
-        gc.collect()
+        collect_garbage()
         held.append(torch.accelerator.memory_allocated())
     assert held[1] == held[2] == held[3]
     handle.remove()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import tide
 from lowtide._torch_private.modes import TorchDispatchMode
 from lowtide.policy import LayerPolicy, Pattern, Recompute, Rule, Swap
 from lowtide.runtime.limits import Limits
+from support.garbage import collect_garbage
 from support.stacks import ROWS, WIDTH, gated, same, swap, train
 from tide.testing import fresh_tide  # noqa: F401
 
@@ -55,7 +55,7 @@ def measured(
     policy: LayerPolicy, limits: Limits, slow: Callable[[random.Random], None] | None, seed: int
 ) -> tuple[tuple[int, int, int, int], list[Tensor]]:
     """Peak, bytes held after forward and bytes over the link each way of one step, and all values."""
-    gc.collect()
+    collect_garbage()
     tide.reset()
     tide.configure(preset=tide.scaled("h100", 1 / 16))
     trained = train(gated, policy, limits=limits, count=6)

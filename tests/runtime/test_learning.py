@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from lowtide.errors import PolicyError, UnmatchedError
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
+from support.garbage import collect_garbage
 from support.stacks import ROWS, WIDTH, Stack, gated, lines, same, swap, train
 from tide.testing import fresh_tide  # noqa: F401
 
@@ -106,7 +106,7 @@ def test_a_graph_that_is_never_run_ends_though_operators_save_their_own_outputs(
     before = torch.accelerator.memory_allocated()
     for _ in range(3):
         model(x).sum()
-        gc.collect()
+        collect_garbage()
         assert torch.accelerator.memory_allocated() == before
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.policy import Policy
-from support.parity_cases import GRID, case, run_case
+from support.parity_cases import GRID, baseline, case, run_case, trainee
 from tide.testing import fresh_tide  # noqa: F401
 
 # Other cases than the benchmark's; every model once at least, in one setting or another.
 FIRST = 1_000_000 - 1_000_000 % len(GRID)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    trainee.cache_clear()  # other tests of this process want the device's memory
+    baseline.cache_clear()
 
 
 @pytest.mark.parametrize("number", range(FIRST, FIRST + len(GRID), 6))

@@ -108,8 +108,8 @@ def test_free_when_unused() -> None:
     """A kept layer has no hook, no mode and no wrapper; nor has one between decided ones, once they are known."""
     model = Stack(gated, 3)
     before = snapshot(model)
-    apply(model, Policy((LayerPolicy(),) * 3))
-    assert snapshot(model) == before
+    with apply(model, Policy((LayerPolicy(),) * 3)):
+        assert snapshot(model) == before
     handle = apply(model, Policy((recompute("silu"), LayerPolicy(), recompute("silu"))))
     model(batch()).sum().backward()
     kept = model.layers[1]

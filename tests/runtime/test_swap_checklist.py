@@ -24,6 +24,7 @@ from lowtide.runtime.link import Link
 from lowtide.runtime.swap import SwapManager
 from lowtide.runtime.swapped import Swapped
 from lowtide.runtime.transfer import Transfer
+from support.garbage import collect_garbage
 from support.stacks import ROWS, WIDTH, gated, lines, same, swap, train
 from tide.testing import expect_races, fresh_tide  # noqa: F401
 
@@ -107,7 +108,7 @@ def test_every_copy_back_waits_for_its_copy_out(slow_link: None, manager: SwapMa
 
 def test_a_copy_back_waits_for_compute_before_it_writes(slow_link: None) -> None:
     """Its memory comes from the compute stream's pool, where kernels may still be using it."""
-    gc.collect()
+    collect_garbage()
     torch.accelerator.empty_cache()
     held = torch.accelerator.memory_reserved()  # what other tests of this process still hold, in whole segments
     tide.configure(flops_fp32=10**8, memory_bandwidth=10**7, capacity=held + (2 << 20))
@@ -272,7 +273,7 @@ def test_unpack_may_never_come(slow_link: None, prefetch: int, tier: Any) -> Non
     before, pool = held(), trained.attached.manager.pinned_pool
     for _ in range(3):
         trained.model(x).sum()
-        gc.collect()
+        collect_garbage()
     wait_until(lambda: pool.taken == sum(one.size for line in lines(trained.attached) for one in line.stash))
     assert held() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import tide
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import apply
 from lowtide.runtime.limits import Limits
+from support.garbage import collect_garbage
 
 LAYERS, WIDTH, ROWS = 3, 128, 512
 TENSOR = ROWS * WIDTH * 4
@@ -63,6 +63,8 @@ def _device() -> Iterator[None]:
 
 
 def requested() -> int:
+    """Bytes on the device once nothing is about to go."""
+    collect_garbage()
     return int(torch.accelerator.memory_stats()["requested_bytes.all.current"])
 
 
@@ -85,7 +87,6 @@ def step(model: nn.Module, number: int, weights: bool) -> Halves:
     model.zero_grad()
     x = torch.randn(ROWS, WIDTH).to("tide").requires_grad_()
     gradient = torch.randn(ROWS, WIDTH).to("tide")
-    gc.collect()
     before = requested()
     with tide.record() as timeline:
         output = model(x)
@@ -95,7 +96,6 @@ def step(model: nn.Module, number: int, weights: bool) -> Halves:
         if weights:
             stage_backward_weight(model.parameters(), groups)
         del groups
-        gc.collect()
         after = requested() - before - TENSOR
         torch.accelerator.synchronize()
     gradients = [one.cpu() for one in (inputs[0], *(one.grad for one in model.parameters())) if one is not None]
@@ -125,13 +125,11 @@ def test_a_graph_that_is_kept_for_another_reason_holds_what_it_did(create_graph:
 
     def held(forward: Callable[[Tensor], Tensor]) -> int:
         x = torch.randn(ROWS, WIDTH).to("tide").requires_grad_()
-        gc.collect()  # graphs of earlier calls must not end while this is measured
         before = requested()
         loss = forward(x).sum()
         # A penalty on the gradient of the input leaves the parameters out too, and is no half.
         inputs = [x] if create_graph else [x, *model.parameters()]
         gradients = torch.autograd.grad(loss, inputs, retain_graph=True, create_graph=create_graph)
-        gc.collect()
         assert len(gradients) == len(inputs)
         return requested() - before
 

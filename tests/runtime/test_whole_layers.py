@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import tide
 from lowtide.errors import RebuildError
 from lowtide.policy import LayerPolicy, Policy, Recompute
 from lowtide.runtime.apply import Handle, apply
+from support.garbage import collect_garbage
 
 LAYERS, WIDTH = 2, 64
 WHOLE = Policy((LayerPolicy(Recompute()),) * LAYERS)
@@ -197,14 +197,14 @@ def test_weights_that_autocast_has_cast_stay_while_layers_are_replayed() -> None
         x = torch.randn(8, WIDTH).to("tide")
         with torch.autocast("tide", torch.bfloat16):
             one(x).float().sum().backward()
-            gc.collect()
+            collect_garbage()
             after = torch.accelerator.memory_allocated()
             loss = one(x).float().sum()  # finds its weights cast
             loss.backward()
             del loss
-            gc.collect()
+            collect_garbage()
             assert torch.accelerator.memory_allocated() == after
-        gc.collect()
+        collect_garbage()
         casts = after - torch.accelerator.memory_allocated()
         if handle is not None:
             handle.remove()

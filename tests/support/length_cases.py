@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 import tide
+from support.garbage import collect_garbage
 
 WIDTH = 32
 
@@ -50,7 +50,7 @@ class Loop:
     """Somebody's loop on tide, the same from the same start."""
 
     def __init__(self, communicates: bool = False) -> None:
-        gc.collect()
+        collect_garbage()
         torch.accelerator.empty_cache()
         tide.reset()
         tide.configure(preset="h100", capacity=1 << 30)
@@ -93,7 +93,7 @@ def on_ranks(
     try:
         return _on_ranks(adapted, given, idle, communicates)
     finally:
-        gc.collect()  # these processes run other tests
+        collect_garbage()  # these processes run other tests
         assert torch.accelerator.memory_allocated() == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from lowtide.adaptive.step_profiler import TIMED_STEPS, StepProfiler
 from lowtide.policy import LayerPolicy, Policy
 from lowtide.train.mesh import make_meshes
 from lowtide.train.traced import TracedRank, _groups
+from support.garbage import collect_garbage
 from support.predicted_ranks import built, pipeline_of, step_of
 
 __all__ = ["Shown", "measured_trace"]
@@ -50,7 +50,7 @@ def _trained(rank: TracedRank, *, watched: bool) -> tuple[list[Tensor], float, S
     step = step_of([model], rank, pipeline, device)
     last = make_meshes(rank.degrees, device).pipeline.get_local_rank() == stages - 1
     measuring = StepProfiler(model, optimizers=[optimizer], layers="layers", last=last)
-    gc.collect()
+    collect_garbage()
     begin = 0
     for _ in range(TIMED_STEPS + 1):
         torch.accelerator.synchronize()

@@ -25,6 +25,7 @@ from lowtide.operators.survey import survey
 from lowtide.policy import Decision, Keep, LayerPolicy, Pattern, Policy, Recompute, Rule, Swap
 from lowtide.runtime.apply import Handle, apply
 from lowtide.runtime.limits import Limits
+from support.garbage import collect_garbage
 from support.parity_models import MODELS, VOCABULARY, build, stacks_of
 
 __all__ = ["DEVICES", "GRID", "Case", "Outcome", "Run", "case", "random_policy", "run_case"]
@@ -260,7 +261,7 @@ def baseline(model: str, setting: str, device: str, order: str) -> Run:
 
 @contextmanager
 def above(device: torch.device) -> Iterator[Callable[[Run], Run]]:
-    gc.collect()  # building a model leaves cycles, and what they hold must not end while it is measured
+    collect_garbage()  # building a model leaves cycles, and what they hold must not end while it is measured
     before = allocated(device, None)
     yield lambda run: Run(run.values, tuple(held - before for held in run.held))
 

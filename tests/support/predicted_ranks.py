@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +36,7 @@ from lowtide.train.parallel import (
 )
 from lowtide.train.pipeline import _SCHEDULES
 from lowtide.train.traced import TracedRank, _groups, mean_loss, trace_rank, traced_loss
+from support.garbage import collect_garbage
 
 __all__ = ["Measured", "measured_peaks", "measured_steps", "pipeline_of", "predicted_peaks"]
 
@@ -113,7 +113,7 @@ def _steps(models: list[Any], rank: TracedRank, pipeline: Pipeline, device: torc
     """Three steps: one learns, one is warm, and one is to be looked at."""
     optimizer = torch.optim.AdamW(_groups(nn.ModuleList(models)), fused=True)
     step = step_of(models, rank, pipeline, device)
-    gc.collect()  # an earlier model may still be there
+    collect_garbage()  # an earlier model may still be there
     for _ in range(3):
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()

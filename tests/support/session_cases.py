@@ -6,7 +6,6 @@ left wrong would show in all that follow. Afterwards the same steps are run with
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Literal
 
@@ -20,6 +19,7 @@ from lowtide.adaptive.session import Adaptive
 from lowtide.errors import RescueError
 from lowtide.operators.layers import find_layers
 from lowtide.policy import LayerPolicy, Pattern, Policy, Recompute, Rule
+from support.garbage import collect_garbage
 from support.sweep_cases import LAYOUTS, SHARES, Outcome, Subject, alone, phase_of, settled
 from tide import faults
 
@@ -62,7 +62,7 @@ def in_session(subject: Subject, stride: int = 1) -> list[Outcome]:
     undisturbed = len(losses)
     marks = {**subject.marks, "optimizer": allocations}
     subject.optimizer.zero_grad()
-    gc.collect()
+    collect_garbage()
     before = int(torch.accelerator.memory_allocated())
     for turn in range(-(-_most(allocations) // stride) * size):
         failing, place = turn % size, turn // size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from lowtide._torch_private.modes import dispatch_modes_on
 from lowtide._torch_private.saved_tensor_hooks import top_saved_tensors_hooks
 from lowtide.adaptive.session import Adaptive
 from lowtide.adaptive.suspicion import SETTLING
+from support.garbage import collect_garbage
 from tide import faults
 
 WIDTH, PROFILING, ROWS = 64, 5, 64
@@ -43,7 +43,7 @@ class Loop:
     """Somebody's loop on tide, the same every time."""
 
     def __init__(self) -> None:
-        gc.collect()
+        collect_garbage()
         torch.accelerator.empty_cache()  # segments of other tests are not part of what was planned
         tide.reset()
         tide.configure(preset="h100", capacity=1 << 30)
@@ -79,7 +79,7 @@ def one_rank_is_short(failing: int) -> tuple[list[bool], list[float], list[str]]
     try:
         return _one_rank_is_short(failing)
     finally:
-        gc.collect()  # these processes run other tests
+        collect_garbage()  # these processes run other tests
         assert torch.accelerator.memory_allocated() == 0
 
 

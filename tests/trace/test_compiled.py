@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from lowtide.trace.pieces import FUSED
 from lowtide.trace.trace import Kernel, Trace
 from support.compiled_bytes import held_bytes, predicted_bytes
 from support.compiled_cases import MODELS
+from support.garbage import collect_garbage
 from support.parity_models import VOCABULARY, stacks_of
 from tide.testing import fresh_tide  # noqa: F401
 
@@ -169,7 +169,7 @@ def peak(step: Callable[[], Any], model: nn.Module) -> int:
     """The most memory of a warm step, above what is there before."""
     for _ in range(2):
         model.zero_grad(set_to_none=True)
-        gc.collect()
+        collect_garbage()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
