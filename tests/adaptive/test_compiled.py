@@ -76,7 +76,8 @@ def in_place(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("share", "swap"), [pytest.param(0.75, False, marks=pytest.mark.slow), (0.75, True), (0.6, True)]
+    ("share", "swap"),
+    [pytest.param(0.75, False, marks=pytest.mark.slow), (0.75, True), pytest.param(0.6, True, marks=pytest.mark.slow)],
 )
 def test_compiled_layers_are_planned_for_and_stay_below_the_budget(share: float, swap: bool) -> None:
     expected, kept, _ = train(in_place, None)

@@ -65,12 +65,13 @@ class Subject:
 
 
 NAMES = ["nanochat", "llama", "gpt2"]
+QUICK = [("nanochat", False), ("llama", True)]
 
 
 @pytest.mark.parametrize(
     ("name", "autocast"),
     [
-        pytest.param(name, autocast, marks=[] if autocast == (name == "llama") else [pytest.mark.slow])
+        pytest.param(name, autocast, marks=[] if (name, autocast) in QUICK else [pytest.mark.slow])
         for name in NAMES
         for autocast in (False, True)
     ],
@@ -219,7 +220,7 @@ def kernels_of(backend: str, layer: Callable[[int], nn.Module]) -> tuple[Kernel,
     [
         pytest.param(Gated, id="gated"),
         pytest.param(partial(Mixed, products=2), marks=pytest.mark.slow, id="of 4 others, computed again"),
-        pytest.param(partial(Mixed, products=3), id="of 6 others, kept"),
+        pytest.param(partial(Mixed, products=3), marks=pytest.mark.slow, id="of 6 others, kept"),
     ],
 )
 def test_fused_kernels_touch_what_inductor_says_that_they_do(

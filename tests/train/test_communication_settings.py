@@ -59,7 +59,12 @@ def plain(ranks: Ranks) -> Callable[[str], list[Any]]:
     return run
 
 
-@pytest.mark.parametrize("what", SETTINGS)
+SLOW = {"gathers after norms", "every operator of experts"}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(one, marks=[pytest.mark.slow] if one in SLOW else []) for one in SETTINGS]
+)
 def test_losses_are_those_without_the_setting(what: str, ranks: Ranks, plain: Callable[[str], list[Any]]) -> None:
     model, layout, recompute = SETTINGS[what]
     found = ranks.run(adaptive_runs.run, model, {**layout, "recompute_config": recompute}, STEPS)

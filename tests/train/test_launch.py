@@ -99,6 +99,7 @@ def test_a_rank_that_is_killed_is_named_and_not_one_that_lost_it(tmp_path: Path)
     assert said[0].startswith("error: rank 1 was ended by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_in_the_same_log(tmp_path: Path) -> None:
     settings = Launch(processes=2, log_dir=tmp_path, max_restarts=1)
     assert launch("support.stand_in_rank", [str(tmp_path), "fail_once"], settings) == 0

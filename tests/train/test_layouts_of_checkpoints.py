@@ -25,7 +25,9 @@ def union(*found: dict[str, str]) -> dict[str, str]:
 
 
 CASES = [
-    pytest.param(layout, asynchronous, marks=pytest.mark.slow if asynchronous and layout != "fsdp2" else [])
+    pytest.param(
+        layout, asynchronous, marks=pytest.mark.slow if layout == "ddp" or (asynchronous and layout != "fsdp2") else []
+    )
     for layout in ("ddp", "fsdp2", "tp2", "pp2")
     for asynchronous in (False, True)
 ]

@@ -128,6 +128,7 @@ def test_a_rank_that_its_launcher_ends_does_not_save(tmp_path: Path, start: Star
     assert saved_steps(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path, start: Start) -> None:
     steps = 4000  # each is short: the run must not be finished before the signals come
     slow = merged(
