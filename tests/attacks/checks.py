@@ -10,7 +10,7 @@ from attacks.harness import Side, attack
 __all__: list[str] = []
 
 
-@attack("a program that never ends", treatments=("swap",), seconds=8)
+@attack("a program that never ends", treatments=("swap",), seconds=4)
 def hangs(side: Side) -> None:
     if side.treated:
         time.sleep(600)

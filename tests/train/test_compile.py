@@ -12,21 +12,26 @@ from support.layout_cases import COMPILED, SHARD, data
 from support.ranks import Ranks
 from train import runs
 
-DECISIONS: dict[str, dict[str, Any]] = {
-    "recomputed": {"recompute_config.select_recompute": {r"feed_forward\.mul": True}},
-    "swapped": {"swap_config.swap": True},
-}
+RECOMPUTED: dict[str, Any] = {"recompute_config.select_recompute": {r"feed_forward\.mul": True}}
+SWAPPED: dict[str, Any] = {"swap_config.swap": True}
 
 
 @pytest.mark.xdist_group("layouts")
-def test_compiled_layers_under_fsdp_train_what_eager_ones_train(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        pytest.param(RECOMPUTED, id="recomputed", marks=pytest.mark.slow),
+        pytest.param(SWAPPED, id="swapped", marks=pytest.mark.slow),
+        pytest.param(RECOMPUTED | SWAPPED, id="recomputed and swapped"),
+    ],
+)
+def test_compiled_layers_under_fsdp_train_what_eager_ones_train(decisions: dict[str, Any], ranks: Ranks) -> None:
     layout = {**data(2, 2), **SHARD}
     eager = ranks.run(runs.train, "llama", layout)
     plain = ranks.run(runs.train, "llama", {**layout, **COMPILED})
     for found, expected in zip(plain[0], eager[0], strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
-    for name, decisions in DECISIONS.items():
-        assert ranks.run(runs.train, "llama", {**layout, **COMPILED, **decisions}) == plain, name
+    assert ranks.run(runs.train, "llama", {**layout, **COMPILED, **decisions}) == plain
 
 
 def test_the_command_compiles_and_the_receipt_has_the_graphs(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class Journal:
         self.steps: list[AdaptStep] = []
         self.plan: Plan | None = None
         """The last one."""
+        self.saved: Plan | None = None
+        """What ``plan.json`` has: the last plan with a Policy, or, before there is one, that in which nothing fits."""
 
     def note(self, step: int, kind: Kind, text: str) -> None:
         """Record and print an event in a step, or after it."""
@@ -80,14 +82,15 @@ class Journal:
         policy = decided.policy
         if self.report is not None and shown:
             self._print(self.report, plan)
-        if policy is None:
-            return
 
         def write(directory: Path) -> None:
-            save_plan(plan, directory / "plan.json")
-            (directory / "policy.json").write_text(policy.to_json())
-            if plan.yaml and policy == plan.policy:
-                (directory / "policy.yaml").write_text(plan.yaml)
+            if policy is not None or self.saved is None:
+                save_plan(plan, directory / "plan.json")
+                self.saved = plan
+            if policy is not None:
+                (directory / "policy.json").write_text(policy.to_json())
+                if plan.yaml and policy == plan.policy:
+                    (directory / "policy.yaml").write_text(plan.yaml)
 
         self._write(write)
         self.save()
@@ -119,7 +122,7 @@ class Journal:
         return AdaptRecord(
             events=tuple(self.events),
             steps=tuple(self.steps),
-            plan="plan.json" if self.plan is not None and self.directory is not None else None,
+            plan="plan.json" if self.saved is not None else None,
             budget=self.plan.budget if self.plan is not None else None,
             capacity=self.capacity(),
         )

@@ -109,7 +109,7 @@ class AdaptRecord:
     events: tuple[AdaptEvent, ...] = ()
     steps: tuple[AdaptStep, ...] = ()
     plan: str | None = None
-    """The file of the last plan, next to the record; None before there is one."""
+    """The file of the plan, next to the record; None before there is one."""
     budget: int | None = None
     """Bytes that the last plan may fill; None before there is one."""
     capacity: int | None = None
