@@ -29,6 +29,13 @@ settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_h
 settings.load_profile("lowtide")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on ranks run one after another: on two cores, two of them at once take more than twice as long each."""
+    for item in items:
+        if {"ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _collections_are_short() -> None:
     """Collections look only at what the module's tests make: all that torch's compiler has takes a second each time.

@@ -40,6 +40,9 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+COMPILING = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+"""Inductor builds with g++ what then runs; to read its joint graphs nothing is built."""
+
 KEYS: list[str] = []
 BACKENDS: list[str] = []
 JOINT: list[set[str]] = []
@@ -70,7 +73,7 @@ def wrapped(backend: Backend) -> Backend:
     return compile_with_it
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", COMPILING)
 def test_a_traced_function_is_called_and_what_it_notes_is_in_the_joint_graph(backend: str) -> None:
     def traced(x: Tensor, key: str) -> Tensor:
         y = torch.sin(x)
@@ -177,7 +180,14 @@ def test_a_joint_graph_is_read_and_split_before_anything_is_compiled(backend: st
     assert joint_graph(lambda: None, read) is None
     with pytest.raises(ZeroDivisionError):
         joint_graph(lambda: layer(x), lambda joint: 1 / 0)
-    assert layer(x).requires_grad  # and it is compiled as before
+
+
+@pytest.mark.parametrize("backend", COMPILING)
+def test_what_a_joint_graph_was_read_of_is_compiled_as_before(backend: str) -> None:
+    layer, x = Product(), torch.ones(2, 3)
+    layer.compile(backend=backend)
+    joint_graph(lambda: layer(x), lambda joint: joint.fuses)
+    assert layer(x).requires_grad
 
 
 def test_another_layer_is_compiled_with_the_backend_of_the_model() -> None:

@@ -169,7 +169,6 @@ def is_running(process: int) -> bool:
         return False
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     ("given", "idle"),
     [
@@ -188,7 +187,6 @@ def test_copies_on_ranks_choose_by_themselves_and_one_may_skip_the_model(ranks: 
     assert events.count("measured") >= 2
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_whose_layers_communicate_agree_on_the_longest_batch_of_them(ranks: Ranks, given: bool) -> None:
     expected = ranks.run(on_ranks, False, given, False, True)

@@ -18,8 +18,6 @@ from lowtide.train.traced import TracedRank
 from support import measured_ranks, predicted_ranks
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 LAYERS, WIDTH, HEADS = 4, 128, 4
 SHAPE = DecoderShape(
     vocab_size=1000, hidden_size=WIDTH, num_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2,

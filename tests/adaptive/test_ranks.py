@@ -42,7 +42,6 @@ def test_each_kernel_gets_its_own_time_and_what_was_not_timed_gets_none() -> Non
     assert expected.count(None) == 1
 
 
-@pytest.mark.xdist_group("layouts")
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], [0, 1, 3], [2]])
 def test_ranks_merge_in_pairs_and_all_get_the_result(four_ranks: Processes, members: list[int]) -> None:
     found = four_ranks.run(agreeing_ranks.merged_numbers, members)
@@ -52,7 +51,6 @@ def test_ranks_merge_in_pairs_and_all_get_the_result(four_ranks: Processes, memb
     assert max(merges) == (len(members) - 1).bit_length()
 
 
-@pytest.mark.xdist_group("layouts")
 def test_ranks_with_other_kernels_and_sizes_agree_on_the_trace_that_one_process_would_merge(
     four_ranks: Processes,
 ) -> None:
@@ -61,6 +59,5 @@ def test_ranks_with_other_kernels_and_sizes_agree_on_the_trace_that_one_process_
     assert set(four_ranks.run(agreeing_ranks.agreed_trace)) == {expected.digest}
 
 
-@pytest.mark.xdist_group("layouts")
 def test_a_run_without_stages_has_one_group(ranks: Processes) -> None:
     assert ranks.run(agreeing_ranks.group_count) == [1, 1]

@@ -172,7 +172,6 @@ def test_a_batch_is_larger_if_any_dimension_of_any_input_is() -> None:
     assert not larger((1, 16))
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_rank_that_is_short_rescues_itself_and_the_others_join_at_the_next_query(ranks: Ranks) -> None:
     plain = ranks.run(one_rank_is_short, -1)
     found = ranks.run(one_rank_is_short, 1)

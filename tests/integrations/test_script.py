@@ -102,10 +102,16 @@ for _ in range(4):
 torch.save({"losses": [loss.item()]}, sys.argv[1])
 """,
     )
-    alone = start(script, folder=tmp_path, device=False)
     under = start(script, folder=tmp_path, under=[], device=False)
     assert under.code == 0, under.error
-    assert same(under.results, alone.results)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):  # the backend is eager: compiled or not, these are the kernels
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert under.results == {"losses": [loss.item()]}
     (said,) = under.said
     assert "is compiled" in said
 
@@ -152,17 +158,15 @@ def test_an_optimizer_without_a_module(tmp_path: Path) -> None:
 import torch
 from torch import nn
 weight = torch.zeros(4, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.1)
-for _ in range(5):
+optimizer = torch.optim.SGD([weight], lr=0.25)
+for _ in range(5):  # gradients add up: 1, 2, 3, and there relu ends
     nn.ReLU()(weight + 1).sum().backward()
     optimizer.step()
 print(weight.tolist(), nn.Module.__call__ is nn.Module._wrapped_call_impl)  # calls are not looked at any more
 """,
     )
-    alone = start(script, folder=tmp_path, device=False)
     under = start(script, folder=tmp_path, under=[], device=False)
-    assert (under.code, under.output) == (alone.code, alone.output)
-    assert under.output.endswith("True\n")
+    assert (under.code, under.output) == (0, "[-3.0, -3.0, -3.0, -3.0] True\n")
     (said,) = under.said
     assert "no module that was called with gradients enabled holds the parameters of SGD" in said
 

@@ -16,7 +16,6 @@ from lowtide.models.context import ToHeads, ToTokens
 from lowtide.policy import Pattern, Policy, Recompute, Rule
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("layouts")
 WIDTH, HEADS, TOKENS = 16, 4, 8
 
 

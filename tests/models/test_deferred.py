@@ -89,7 +89,6 @@ def shards(directory: Path) -> list[str]:
     return wrong if torch.equal(model.eval()(tokens), whole(tokens)) else [*wrong, "logits"]
 
 
-@pytest.mark.xdist_group("layouts")
 def test_a_sharded_model_gets_its_shards(directory: Path, ranks: Ranks) -> None:
     assert ranks.run(shards, directory) == [[], []]
 

@@ -13,7 +13,6 @@ from models.shapes import built, llama, loss_of, tokens
 from support.ranks import Ranks
 
 
-@pytest.mark.xdist_group("four ranks")
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "tp in fsdp"])
 def test_every_layout_gets_the_values_of_one_process(layout: str, four_ranks: Ranks) -> None:
     model = built(llama(vocab_size=50, intermediate_size=72), seed=5)
@@ -23,7 +22,6 @@ def test_every_layout_gets_the_values_of_one_process(layout: str, four_ranks: Ra
         assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
-@pytest.mark.xdist_group("four ranks")
 def test_experts_and_columns_of_a_weight_are_filled_where_they_are(four_ranks: Ranks) -> None:
     module = nn.Module()
     module.weight, module.columns = nn.Parameter(torch.empty(6, 5, 7)), nn.Parameter(torch.empty(3000, 7))
@@ -33,7 +31,6 @@ def test_experts_and_columns_of_a_weight_are_filled_where_they_are(four_ranks: R
         assert torch.equal(found["columns"], module.columns)
 
 
-@pytest.mark.xdist_group("four ranks")
 @pytest.mark.parametrize("layout", ["tp", "tp in fsdp"])
 def test_tensor_parallel_plans_apply_to_the_llama_as_it_is(layout: str, four_ranks: Ranks) -> None:
     model, batch = built(llama(), seed=5), tokens()

@@ -233,7 +233,6 @@ def test_routers_are_known_by_the_number_of_their_layer_and_recomputing_counts_n
     assert list(auxiliary_losses(model)) == [1, 2]
 
 
-@pytest.mark.xdist_group("four ranks")
 @pytest.mark.parametrize("decision", ["keep", "recompute operators", "recompute layers", "swap"])
 def test_experts_on_two_ranks_are_those_of_one_process(decision: str, four_ranks: Ranks) -> None:
     model = built(deepseek(), seed=5)
@@ -260,7 +259,6 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
     return [name for name, one in expected.items() if not torch.allclose(found[name], one, rtol=1e-4, atol=1e-6)]
 
 
-@pytest.mark.xdist_group("four ranks")
 def test_latent_attention_and_shared_experts_can_be_tensor_parallel(four_ranks: Ranks) -> None:
     loss, expected = trained(tokens(2, seed=1))
     for found in four_ranks.run(layouts.latent_tensor_parallel):
@@ -268,7 +266,6 @@ def test_latent_attention_and_shared_experts_can_be_tensor_parallel(four_ranks: 
         assert differing(found, expected) == []
 
 
-@pytest.mark.xdist_group("four ranks")
 def test_expert_parallel_experts_can_be_sharded_further(four_ranks: Ranks) -> None:
     loss, expected = trained(tokens(4, seed=1))
     answers = four_ranks.run(layouts.experts_in_fsdp)

@@ -15,8 +15,6 @@ from lowtide.models.chunked_loss import chunked_sum
 from lowtide.models.sharded_loss import share_of, summed_cross_entropy
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 TOKENS, WIDTH = 23, 16
 
 

@@ -14,8 +14,6 @@ from numerics.communication import LAYERS, Seen
 from numerics.model import LENGTH, WIDTH, build
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 WHOLE = (LayerPolicy(Recompute()),) * LAYERS
 KEPT = (LayerPolicy(),) * LAYERS
 INPUT = 2 * LENGTH * WIDTH * 4

@@ -41,7 +41,6 @@ FAST = [
     ("FSDP2, compiled layers", "cpu"),
     ("FSDP2, bf16, parameters kept gathered", "cpu"),
     ("tensor and sequence parallel", "cpu"),
-    ("tensor and sequence parallel", "tide"),
     ("expert parallel", "cpu"),
     ("1F1B", "cpu"),
     ("zero bubble V", "cpu"),
@@ -52,7 +51,6 @@ CASES = [
 ]
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.composes
 @every_policy
 @pytest.mark.parametrize(("row", "device"), CASES)
@@ -69,7 +67,6 @@ DISTRIBUTED_TENSORS_ARE_RECOMPUTED = torch.__version__ >= "2.14"
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.composes
 @pytest.mark.parametrize("row", [COMPILED])
 @pytest.mark.parametrize("column", SWAPPED)
@@ -81,7 +78,6 @@ def test_compiled_layers_in_tensor_parallel_are_exact(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.composes(refused=PolicyError)
 @pytest.mark.parametrize("row", [COMPILED])
 @pytest.mark.parametrize("column", [column for column in LAYERS if column not in SWAPPED])
@@ -97,7 +93,6 @@ def test_what_torch_2_13_cannot_recompute_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.composes
 @pytest.mark.parametrize("row", ["DDP, compiled around it"])
 @pytest.mark.parametrize("column", ["recompute operators", "recompute layers"])
@@ -106,7 +101,6 @@ def test_a_compiled_model_in_ddp_is_exact(row: str, column: str, ranks: Ranks, e
     assert found == expected(layouts.ddp_compiled_model, "cpu")
 
 
-@pytest.mark.xdist_group("ranks")
 def test_ranks_whose_control_flow_differs_re_issue_the_same_collectives(ranks: Ranks) -> None:
     first, second = ranks.run(experts.diverged, "recompute operators")
     assert any(first), "no expert was without tokens: the case tries nothing"

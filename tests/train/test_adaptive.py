@@ -11,8 +11,6 @@ from support.ranks import Ranks
 from train import adaptive_runs
 from train.adaptive_runs import Ran
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 ADAPT = {"adapt": {"budget": "auto", "profiling_step": 4, "verbosity": "quiet"}}
 STEPS = 8
 LONG = {"model.model_config.seq_length": 256}

@@ -10,8 +10,6 @@ from support.layout_cases import SHARD, data
 from support.ranks import Ranks
 from train import broken_pipelines, broken_steps
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 SHARES = [0.0, 0.1, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97, 1.0]
 """Where a step is broken off: in forward, in backward, in the norm, in the update."""
 SCALE = {

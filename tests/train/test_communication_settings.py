@@ -12,8 +12,6 @@ from support.layout_cases import TENSOR, data
 from support.ranks import Ranks
 from train import adaptive_runs
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 STEPS = 12
 SEQUENCE = {
     **data(1, 4),

@@ -16,7 +16,6 @@ RECOMPUTED: dict[str, Any] = {"recompute_config.select_recompute": {r"feed_forwa
 SWAPPED: dict[str, Any] = {"swap_config.swap": True}
 
 
-@pytest.mark.xdist_group("layouts")
 @pytest.mark.parametrize(
     "decisions",
     [

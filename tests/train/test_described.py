@@ -62,7 +62,6 @@ def test_prediction_layers_come_last_and_have_experts() -> None:
     assert layers[3] == layers[4] == layers[2] != layers[0]
 
 
-@pytest.mark.xdist_group("layouts")
 @pytest.mark.parametrize(
     ("model", "layout", "degrees"),
     [

@@ -57,7 +57,6 @@ def alone(one: Ranks) -> Any:
     return run
 
 
-@pytest.mark.xdist_group("layouts")
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
@@ -87,7 +86,6 @@ def first_evaluation(model: str, settings: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("layouts")
 def test_untrained_models_evaluate_alike_in_every_layout(one: Ranks, ranks: Ranks) -> None:
     (expected,) = one.run(first_evaluation, "llama", {**data(1, 4), **EVALUATED})
     for name, settings in LAYOUTS.items():

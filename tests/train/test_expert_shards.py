@@ -22,8 +22,6 @@ from support.layout_cases import SHARD, TENSOR, close, data
 from support.ranks import Ranks
 from train import runs
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 SEQUENCE = {"parallel_config.use_seq_parallel": True}
 EXPERTS = {**data(2, 2), **SHARD, "parallel_config.expert_parallel": 2}
 TOKENS, WIDTH = 64, 32

@@ -19,8 +19,6 @@ from support.layout_cases import MODELS, SHARD, TENSOR, close, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 KEY = "model.model_config.head_loss"
 CHUNKED, WHOLE = {KEY: "chunked"}, {KEY: "whole"}
 SEQUENCE = {"parallel_config.use_seq_parallel": True}

@@ -109,7 +109,13 @@ def test_a_restart_goes_on_in_the_same_log(tmp_path: Path) -> None:
     assert not (tmp_path / "worker_1.1.log").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["Ctrl-C", "kill"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, id="kill"),
+    ],
+)
 def test_no_rank_outlives_its_launcher(
     tmp_path: Path, started: list[subprocess.Popen[str]], number: signal.Signals, code: int
 ) -> None:

@@ -12,8 +12,6 @@ from support.layout_cases import CONTEXT, LAYOUTS, MODELS, SHARD, Layout, close,
 from support.ranks import Ranks
 from train import runs
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 OPTIMIZER = "parallel.parallel_optimizer_config"
 MORE = (
     Layout("gpipe", 2, {**pipeline(), "parallel.pipeline_config.pipeline_scheduler": "gpipe"}),

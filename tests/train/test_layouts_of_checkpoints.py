@@ -12,8 +12,6 @@ from lowtide.train.state import difference_between
 from support.ranks import Ranks
 from train import checkpoint_programs as programs
 
-pytestmark = pytest.mark.xdist_group("checkpoint ranks")
-
 
 def union(*found: dict[str, str]) -> dict[str, str]:
     """What all ranks hold; where several hold the same, it must be equal."""

@@ -15,8 +15,6 @@ from lowtide.train.traced import TracedRank
 from support import predicted_ranks
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 BOUND = 0.02
 LAYERS, WIDTH, HEADS = 4, 128, 4
 SINGLE = Precision(parameters="float32", compute="float32")

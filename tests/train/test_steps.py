@@ -13,8 +13,6 @@ from support.layout_cases import MODELS, TENSOR, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 NEWER = """
 training: {steps: 4, local_batch_size: 2, global_batch_size: 8, max_norm: 1.0, seed: 7}
 parallelism: {}

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from support.layout_cases import data
 from support.ranks import Ranks
 from train import runs
-
-pytestmark = pytest.mark.xdist_group("layouts")
 
 
 def test_the_host_waits_for_a_step_only_when_the_next_is_issued(one: Ranks) -> None:

@@ -16,8 +16,6 @@ from support.layout_cases import SHARD, TENSOR, close, data, pipeline
 from support.ranks import Ranks
 from train import runs
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 TIED = {"model.model_config.tie_word_embeddings": True}
 SEQUENCE = {"parallel_config.use_seq_parallel": True}
 CHUNKED = {"model.model_config.head_loss": "chunked"}

@@ -70,7 +70,6 @@ def packed(files: str, **config: Any) -> dict[str, Any]:
 TWO_TENSOR = {**data(1, 4), **TENSOR, "parallel_config.use_seq_parallel": True}
 
 
-@pytest.mark.xdist_group("layouts")
 @pytest.mark.parametrize(
     "layout",
     [
