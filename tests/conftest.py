@@ -29,6 +29,7 @@ settings.register_profile("lowtide", deadline=None, derandomize=True, suppress_h
 settings.load_profile("lowtide")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on ranks run one after another: on two cores, two of them at once take more than twice as long each."""
     for item in items:
