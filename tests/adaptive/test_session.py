@@ -16,6 +16,7 @@ from lowtide._torch_private.memory import MemoryStats
 from lowtide.adaptive.fragmentation import Fragmentation
 from lowtide.adaptive.record import load_record
 from lowtide.adaptive.session import Adaptive
+from lowtide.planner.plan_file import load_plan
 from lowtide.trace import Trace
 from support.garbage import collect_garbage
 from support.ranks import Ranks
@@ -224,6 +225,8 @@ def test_what_was_measured_and_planned_is_saved(tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "trace.json").measured
     assert Policy.from_json((tmp_path / "policy.json").read_text()) == run.policy
     record = load_record(tmp_path / "adaptive.json")
+    assert record.plan is not None
+    assert load_plan(tmp_path / record.plan).policy == run.policy
     assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
     assert [step.phase for step in record.steps] == ["measuring"] * 5 + ["planned"]
 

@@ -55,8 +55,8 @@ class Journal:
         self.steps: list[AdaptStep] = []
         self.plan: Plan | None = None
         """The last one."""
-        self.saved: Plan | None = None
-        """What ``plan.json`` has: the last plan with a Policy, or, before there is one, that in which nothing fits."""
+        self.saved = False
+        """Whether ``plan.json`` is there: the last plan with a Policy; while there is none, one that fits nothing."""
 
     def note(self, step: int, kind: Kind, text: str) -> None:
         """Record and print an event in a step, or after it."""
@@ -84,9 +84,9 @@ class Journal:
             self._print(self.report, plan)
 
         def write(directory: Path) -> None:
-            if policy is not None or self.saved is None:
+            if policy is not None or not self.saved:
                 save_plan(plan, directory / "plan.json")
-                self.saved = plan
+                self.saved = True
             if policy is not None:
                 (directory / "policy.json").write_text(policy.to_json())
                 if plan.yaml and policy == plan.policy:
@@ -122,7 +122,7 @@ class Journal:
         return AdaptRecord(
             events=tuple(self.events),
             steps=tuple(self.steps),
-            plan="plan.json" if self.saved is not None else None,
+            plan="plan.json" if self.saved else None,
             budget=self.plan.budget if self.plan is not None else None,
             capacity=self.capacity(),
         )
