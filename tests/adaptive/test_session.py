@@ -241,6 +241,7 @@ def test_decisions_of_the_user_stay() -> None:
     run.remove()
 
 
+@pytest.mark.slow  # ``test_door.py`` has it too
 def test_each_length_has_its_plan() -> None:
     lengths = [40, 64, 128, 100, 30, 128, 64, 128, 36, 100, 128]
     expected = of_lengths(Training(), lengths)
@@ -262,6 +263,7 @@ def test_each_length_has_its_plan() -> None:
         assert run.bucket == (8, 35)
 
 
+@pytest.mark.slow  # ``test_suspicion.py`` has the neighbour that takes memory
 def test_memory_that_a_neighbour_takes_and_gives_back_is_planned_with_each_time() -> None:
     steps = 26
     expected, static, kept = undisturbed(steps=steps)

@@ -12,8 +12,9 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "crash.py"
 
 
-# Each kill is a job of two processes more. What a few of them try, resuming, saves and stops, twenty try more often.
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+# Each kill is a job of two processes more. What eight of them try, kills in a save, of one rank, and stops, twenty try
+# more often.
+@pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_job_resumes_bit_by_bit_and_loses_nothing(kills: int) -> None:
     command = [sys.executable, str(BENCHMARK), "--json", "--kills", str(kills)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -179,7 +179,9 @@ def test_swapped_operators_are_found_in_graphs_of_several_lengths() -> None:
     assert sum(one.swaps for one in receipt.operators) == 3 * 5
 
 
-@WAYS
+@pytest.mark.parametrize(
+    "way", [by_layer, pytest.param(whole, marks=pytest.mark.slow)], ids=["by layer", "whole model"]
+)
 def test_layers_may_have_more_kinds_of_decisions_than_dynamo_recompiles(way: Compile) -> None:
     names = ["norm", "mlp.up", "mlp.gate", "mlp.silu", "mlp.mul", "mlp.down", "mlp.dropout", "add"]
     layers = [LayerPolicy(rules=(Rule(name, Recompute()),)) for name in names]

@@ -100,11 +100,11 @@ def test_long_samples_are_split_over_ranks_too() -> None:
     assert "  context_parallel: 2\n" in run_yaml(split, 512)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (6, 12, 18))])
 def test_what_a_layout_takes_at_least_is_less_than_what_its_plans_take(first: int) -> None:
     size = size_of(SHAPE)
     roomy = replace(ASKED, budget=8 << 30)
-    for candidate in all_of(ASKED)[first::12]:
+    for candidate in all_of(ASKED)[first::24]:
         plan = evaluate(roomy, candidate, trace=kept_of(candidate)[0]).outcome
         assert isinstance(plan, Plan)
         assert least_time(candidate, size, SHAPE, DEVICE, "bfloat16", 512) <= plan.simulation.seconds
@@ -172,10 +172,10 @@ def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
             assert full.bound is not None
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (9, 18, 27))])
 def test_what_is_known_of_a_layout_before_its_plan_is_a_bound(first: int) -> None:
     impossible = planned = 0
-    for candidate in all_of(ASKED)[first::18]:
+    for candidate in all_of(ASKED)[first::36]:
         trace, kept = kept_of(candidate)
         for share in (0.3, 0.9):
             tight = replace(ASKED, budget=int(share * kept.reserved))
