@@ -172,10 +172,12 @@ def test_a_brief_plan_is_the_plan_without_what_a_report_shows() -> None:
             assert full.bound is not None
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (9, 18, 27))])
-def test_what_is_known_of_a_layout_before_its_plan_is_a_bound(first: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "every"), [(0, 36), *(pytest.param(first, 18, marks=pytest.mark.slow) for first in (0, 9))]
+)
+def test_what_is_known_of_a_layout_before_its_plan_is_a_bound(first: int, every: int) -> None:
     impossible = planned = 0
-    for candidate in all_of(ASKED)[first::36]:
+    for candidate in all_of(ASKED)[first::every]:
         trace, kept = kept_of(candidate)
         for share in (0.3, 0.9):
             tight = replace(ASKED, budget=int(share * kept.reserved))
