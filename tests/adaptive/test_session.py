@@ -263,7 +263,6 @@ def test_each_length_has_its_plan() -> None:
         assert run.bucket == (8, 35)
 
 
-@pytest.mark.slow  # ``test_suspicion.py`` has the neighbour that takes memory
 def test_memory_that_a_neighbour_takes_and_gives_back_is_planned_with_each_time() -> None:
     steps = 26
     expected, static, kept = undisturbed(steps=steps)

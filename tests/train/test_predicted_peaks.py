@@ -73,8 +73,7 @@ CASES = {
 }
 PIPELINES = {"zero bubble in bfloat16": even_pipeline(LAYERS, 2, 2, micro_batches=4, schedule="zero_bubble_v")}
 """Where it is not 1F1B."""
-QUICK = ("fsdp2 in bfloat16",)
-"""Stages are in ``adaptive/test_measured_ranks.py``."""
+QUICK = ("fsdp2 in bfloat16", "pp2 in bfloat16")
 
 
 @pytest.mark.parametrize(

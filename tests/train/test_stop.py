@@ -73,9 +73,8 @@ def saved_steps(directory: Path) -> list[int]:
     return [marker.step for _, marker in checkpoints_in(directory / "output" / "checkpoints")]
 
 
-# The job is started three times. That ranks stop and continue is also in ``faults/test_crash.py``, with every change.
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["1", "2"])
+# The job is started three times. Two ranks that stop together are also in ``benchmarks/crash.py``, which is a test.
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_ranks_save_on_a_signal_to_their_launcher_and_continue_bit_by_bit(
     tmp_path: Path, start: Start, ranks: str
 ) -> None:
